@@ -1,1 +1,1 @@
-"""The whole stack measured, the load generator, and the harness that tests use."""
+"""Benchmarks of the whole stack, a load generator, and the harness that tests use."""

@@ -1,10 +1,10 @@
-"""Bad days of a node, one after the other on real stacks under load, as a table.
+"""Failure scenarios of a node, run in turn on real stacks under load; prints a table.
 
-Each day starts a stack of two engines and two API servers, loads it, takes something away from it
-(the reader of its log, its disk, its files, its interpreter, its descriptors, the time of day, its
-supervisor's or coordinator's attention) and kills processes meanwhile. Counted are the requests
-that failed, and the seconds from the beginning of the mischief until all processes are there, all
-engines serve and every one of a round of requests is answered.
+Each "day" starts a stack of two engines and two API servers, loads it, takes something away (the
+reader of its log, its disk, its files, its interpreter, its descriptors, the time of day, or its
+supervisor or coordinator) and kills processes meanwhile. It reports failed requests, and the
+seconds from the start of the disturbance until all processes run, all engines serve and a round of
+requests is answered.
 
     python -m benchmarks.bad_days
     python -m benchmarks.bad_days --only interpreter --clients 4
@@ -36,10 +36,10 @@ from benchmarks.hostile.disks import small_disk
 from benchmarks.running_stack import RunningStack
 
 WITHIN = 30.0
-"""Seconds in which a stack has to be whole again."""
+"""Seconds within which a stack must be whole again."""
 
 STEADY = 1.5
-"""Seconds in which a whole stack's processes have to be the same."""
+"""Seconds for which a whole stack's processes must stay the same."""
 
 EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
 FLAGS = (
@@ -50,11 +50,11 @@ FLAGS = (
 
 MODEL = "swell-shakespeare"
 PATIENCE = 60.0
-"""Seconds after which a client gives up."""
+"""Client timeout in seconds."""
 
 
 class Load:
-    """Clients that send requests one after the other, each on a connection of its own."""
+    """Clients that send requests one after the other, each on a new connection."""
 
     def __init__(self, url: str, clients: int) -> None:
         self.answered = 0
@@ -85,11 +85,11 @@ class Load:
 
 
 def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
-    """Send one request, for any engine or that of a rank, and wait for its answer.
+    """Send one request, to any engine or one of a given rank, and wait for its answer.
 
     Raises:
-        OSError, http.client.HTTPException: it was not answered, or not in full.
-        ValueError: it was answered wrongly.
+        OSError, http.client.HTTPException: there was no complete answer.
+        ValueError: the answer is wrong.
     """
     body = {"model": MODEL, "prompt": f"Act {seed}", "max_tokens": tokens, "seed": seed}
     data = json.dumps({**body, "ignore_eos": True}).encode()
@@ -104,17 +104,17 @@ def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
 
 
 class Unusable(Exception):
-    """This machine cannot have such a day; the message says why."""
+    """This machine cannot run a scenario; the message states why."""
 
 
 @dataclass
 class Outcome:
-    """How a day went."""
+    """Result of a day."""
 
     answered: int
     failures: list[str]
     whole_after: float | None
-    """Seconds from the beginning of the mischief; None if it was not whole in time."""
+    """Seconds from the start of the disturbance; None if it was not whole in time."""
     stopped_cleanly: bool
 
 
@@ -123,38 +123,38 @@ class Outcome:
 
 @dataclass
 class Scene:
-    """A running stack, and what the day's mischief may need of it."""
+    """A running stack, and resources that the disturbance may need."""
 
     stack: RunningStack
     directory: Path
     """Given to the stack as --socket-dir."""
     log: int | None = None
-    """Reading end of the pipe that is the stack's standard error."""
+    """Read end of the pipe that is the stack's stderr."""
     log_disk: Path | None = None
-    """A small file system that holds the stack's log."""
+    """Small file system that holds the stack's log."""
     interpreter: Path | None = None
     clock: ShiftedClock | None = None
     killed: list[psutil.Process] = field(default_factory=list)
 
     def kill(self, *names: str) -> None:
-        """Kill processes by their titles."""
+        """Kill processes by title."""
         living = self.stack.processes()
         for name in names:
             self.killed.append(living[name])
             living[name].kill()
 
     def ready(self) -> tuple[int, int]:
-        """Return how many engines and front ends the cluster takes for ready.
+        """Return how many engines and front ends the cluster considers ready.
 
         Raises:
-            OSError: nobody says so.
+            OSError: no front end answered.
         """
         with urllib.request.urlopen(f"{self.stack.url}/status.json", timeout=5) as answer:
             status = json.load(answer)
         return sum(engine["ready"] for engine in status["engines"]), status["num_front_ends"]
 
     def whole(self) -> set[int] | None:
-        """Return the processes' numbers if everybody is there and every engine answers."""
+        """Return the process ids if all processes run and every engine answers, else None."""
         living = self.stack.processes()
         if set(living) != EVERYBODY or any(each in self.killed for each in living.values()):
             return None
@@ -174,7 +174,7 @@ Setting = Callable[[Path], AbstractContextManager[Scene]]
 
 @contextmanager
 def plain(directory: Path) -> Iterator[Scene]:
-    """A stack as it is started in a container or a terminal."""
+    """A stack as started in a container or a terminal."""
     sockets = directory / "sockets"
     with RunningStack(*FLAGS, "--socket-dir", str(sockets)) as stack:
         yield Scene(stack, sockets)
@@ -190,7 +190,7 @@ def _logging_to(directory: Path, log: int, interpreter: Path | None = None) -> I
 
 @contextmanager
 def logging_to_a_pipe(directory: Path) -> Iterator[Scene]:
-    """A stack whose log somebody else reads, or does not."""
+    """A stack whose log is a pipe, read by another process or not at all."""
     reading, writing = os.pipe()
     try:
         with _logging_to(directory, writing) as scene:
@@ -204,7 +204,7 @@ def logging_to_a_pipe(directory: Path) -> Iterator[Scene]:
 
 @contextmanager
 def logging_to_nothing(directory: Path) -> Iterator[Scene]:
-    """A stack that is started without standard input, output and error."""
+    """A stack started without stdin, stdout and stderr."""
     wrapper = directory / "closed"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@" 0<&- 1>&- 2>&-\n')
     wrapper.chmod(0o700)
@@ -214,14 +214,14 @@ def logging_to_nothing(directory: Path) -> Iterator[Scene]:
 
 @contextmanager
 def logging_to_a_full_disk(directory: Path) -> Iterator[Scene]:
-    """A stack on whose log disk there never is any room."""
+    """A stack whose log disk is always full."""
     with Path("/dev/full").open("wb") as full, _logging_to(directory, full.fileno()) as scene:
         yield scene
 
 
 @contextmanager
 def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
-    """A stack whose log lies on a file system of 1 MB."""
+    """A stack whose log is on a 1 MB file system."""
     with contextlib.ExitStack() as opened:
         try:
             disk = opened.enter_context(small_disk(directory / "disk", 1))
@@ -235,7 +235,7 @@ def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
 
 @contextmanager
 def with_its_own_interpreter(directory: Path) -> Iterator[Scene]:
-    """A stack in a virtual environment that is upgraded below it."""
+    """A stack in a virtual environment that is upgraded while it runs."""
     environment = directory / "environment"
     (environment / "bin").mkdir(parents=True)
     ours = Path(sys.prefix)
@@ -252,7 +252,7 @@ def with_its_own_interpreter(directory: Path) -> Iterator[Scene]:
 
 @contextmanager
 def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
-    """A stack whose time of day can be set."""
+    """A stack whose time of day can be changed."""
     try:
         clock = ShiftedClock(directory)
     except OSError as error:
@@ -264,19 +264,19 @@ def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
 
 
 def kill_an_engine(scene: Scene) -> None:
-    """Then an engine dies."""
+    """Kill an engine."""
     scene.kill("engine 1")
 
 
 def close_the_reader(scene: Scene) -> None:
-    """Whoever read the log has gone; then an engine dies."""
+    """Close the log's reader; then kill an engine."""
     assert scene.log is not None
     os.close(scene.log)
     scene.kill("engine 1")
 
 
 def stop_reading(scene: Scene) -> None:
-    """The log's pipe is full and stays so; then an engine dies."""
+    """Let the log's pipe fill up; then kill an engine."""
     assert scene.log is not None
     pipe = os.open(f"/proc/{scene.stack.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -287,7 +287,7 @@ def stop_reading(scene: Scene) -> None:
 
 
 def fill_the_disk(scene: Scene) -> None:
-    """The log's disk is full for three seconds, in which an engine dies."""
+    """Fill the log's disk for three seconds, and kill an engine meanwhile."""
     assert scene.log_disk is not None
     junk = scene.log_disk / "junk"
     with junk.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -301,31 +301,31 @@ def fill_the_disk(scene: Scene) -> None:
 def _remove_all(directory: Path) -> None:
     for left in directory.iterdir():
         if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)  # of what is put back meanwhile some stays
+            shutil.rmtree(left, ignore_errors=True)  # files that are recreated meanwhile may stay
         else:
             left.unlink()
 
 
 def clean_up_files(scene: Scene) -> None:
-    """A cleaner removes everything of the node; then an engine and the coordinator die."""
+    """Remove all files of the node; then kill an engine and the coordinator."""
     _remove_all(scene.directory)
     scene.kill("engine 1", "coordinator")
 
 
 def clean_up_files_of_front_ends(scene: Scene) -> None:
-    """A cleaner removes everything of the node; then an API server dies."""
+    """Remove all files of the node; then kill an API server."""
     _remove_all(scene.directory)
     scene.kill("api 1")
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # it may have taken the connection before it died
+        with contextlib.suppress(OSError):  # it may have accepted the connection before it died
             if scene.ready()[1] != 2:
                 break
-        time.sleep(0.02)  # the dead one counts until it is missed
+        time.sleep(0.02)  # the dead one counts until it is noticed
 
 
 def remove_the_interpreter(scene: Scene) -> None:
-    """The interpreter is missing for two seconds, in which an engine dies."""
+    """Remove the interpreter for two seconds, and kill an engine meanwhile."""
     assert scene.interpreter is not None
     aside = scene.interpreter.with_name("aside")
     scene.interpreter.rename(aside)
@@ -345,17 +345,17 @@ def _limit_the_supervisor(scene: Scene, which: int, limit: int) -> None:
 
 
 def run_out_of_descriptors(scene: Scene) -> None:
-    """The supervisor can open nothing for two seconds: an engine and the coordinator die."""
+    """Exhaust the supervisor's descriptors for two seconds; kill an engine and the coordinator."""
     _limit_the_supervisor(scene, psutil.RLIMIT_NOFILE, 3)
 
 
 def run_out_of_memory(scene: Scene) -> None:
-    """The supervisor gets no memory for two seconds: an engine and the coordinator die."""
+    """Exhaust the supervisor's memory for two seconds; kill an engine and the coordinator."""
     _limit_the_supervisor(scene, psutil.RLIMIT_AS, 1 << 20)
 
 
 def set_the_clock(scene: Scene) -> None:
-    """The clock jumps by a day and back, an engine and the coordinator die in between."""
+    """Set the clock a day ahead and back; kill an engine and the coordinator in between."""
     assert scene.clock is not None
     scene.clock.shift(86_400)
     scene.kill("engine 1", "coordinator")
@@ -372,23 +372,23 @@ def _stop(scene: Scene, name: str, seconds: float, victim: str) -> None:
 
 
 def stop_the_supervisor(scene: Scene) -> None:
-    """The supervisor is stopped for three seconds, in which an engine dies."""
+    """Stop the supervisor for three seconds, and kill an engine meanwhile."""
     _stop(scene, "supervisor", 3, "engine 1")
 
 
 def stop_the_coordinator(scene: Scene) -> None:
-    """The coordinator is stopped for eight seconds, in which an engine dies."""
+    """Stop the coordinator for eight seconds, and kill an engine meanwhile."""
     _stop(scene, "coordinator", 8, "engine 1")
 
 
 @dataclass(frozen=True)
 class Day:
-    """A way to run a stack, and what is done to it."""
+    """A configuration of a stack, and a disturbance."""
 
     setting: Setting
     mischief: Mischief
     kills_a_front_end: bool = False
-    """Whether connections end with the process that held them."""
+    """Whether it kills a front end, breaking its connections."""
 
 
 DAYS = {
@@ -408,24 +408,24 @@ DAYS = {
 }
 
 
-# -- what comes of them --------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
 def live_through(day: Day, clients: int, within: float = WITHIN) -> Outcome:
-    """Run a day on a stack of its own.
+    """Run a day on its own stack.
 
     Args:
-        clients: requests under way at once.
-        within: seconds in which the stack has to be whole again.
+        clients: number of concurrent requests.
+        within: seconds within which the stack must be whole again.
 
     Raises:
-        Unusable: this machine cannot have such a day.
+        Unusable: this machine cannot run the scenario.
     """
     with TemporaryDirectory(prefix="bad-day-") as name, day.setting(Path(name)) as scene:
         with Load(scene.stack.url, clients) as load:
             while load.answered < clients and not load.failures:
                 time.sleep(0.05)
-            time.sleep(1.5)  # everything that is done every second has been done
+            time.sleep(1.5)  # longer than all one-second intervals
             began = time.monotonic()
             day.mischief(scene)
             whole_at = wait_until_whole(scene, began + within)
@@ -437,14 +437,14 @@ def live_through(day: Day, clients: int, within: float = WITHIN) -> Outcome:
 
 
 def wait_until_whole(scene: Scene, deadline: float) -> float | None:
-    """Wait until the stack is whole and stays so; return when it was, None if not in time."""
+    """Wait until the stack is whole and stays so; return the time, None if not in time."""
     while time.monotonic() < deadline:
         first = scene.whole()
         whole_at = time.monotonic()
         if first is None:
             time.sleep(0.1)
             continue
-        time.sleep(STEADY)  # a process that ends again and again is there now and then
+        time.sleep(STEADY)  # a process in a crash loop exists intermittently
         if scene.whole() == first:
             return whole_at
     return None

@@ -1,8 +1,8 @@
-"""Stands between the engines of a node on the sockets through which KV blocks travel.
+"""Proxies the sockets through which a node's engines transfer KV blocks.
 
-It makes transfers last, so that there is a middle to strike in, and cuts, silences or damages them.
-An engine's socket is a file below the stack's `--socket-dir`: it is moved aside, and another one
-takes its place before the other engines have connected.
+It slows transfers down, so that faults can hit them midway, and cuts, stalls or corrupts them. An
+engine's socket is a file below the stack's `--socket-dir`: it is moved aside and replaced before
+other engines have connected.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import psutil
 
 _CHUNK = 1 << 16
 _CONTENT = 1 << 12
-"""Bytes at once that only the content of blocks has."""
+"""Minimum size of a chunk that must be block content."""
 _LOOK_INTERVAL = 0.02
 _FLOWS_WITHIN = 60.0
 _CREDENTIALS = struct.Struct("3i")
@@ -25,27 +25,27 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(eq=False)
 class Link:
-    """A connection: who offers blocks, and who reads them."""
+    """A connection between the engine that offers blocks and the one that reads them."""
 
     offers: psutil.Process
     reads: psutil.Process
     sockets: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
     damages: bool = False
-    """Whether the next content is changed on its way."""
+    """Whether the next content is corrupted."""
 
     def cut(self) -> None:
-        """End the connection in the middle of what it sends."""
+        """Break the connection during a transfer."""
         for each in self.sockets:
             each.transport.abort()
 
 
 class BlockLinks:
-    """All such connections of one stack; needs `watch` to run.
+    """All such connections of one stack; requires `watch` to run.
 
     Args:
         sockets: the stack's `--socket-dir`.
-        aside: an empty directory of the same file system.
-        bytes_per_second: of each connection.
+        aside: an empty directory on the same file system.
+        bytes_per_second: rate limit per connection.
     """
 
     def __init__(self, sockets: Path, aside: Path, bytes_per_second: float) -> None:
@@ -58,7 +58,7 @@ class BlockLinks:
         self._open.set()
 
     async def watch(self) -> None:
-        """Get between the engines that there are, and those that come, until cancelled."""
+        """Proxy present and new engines until cancelled."""
         try:
             while True:
                 for path in self._sockets.rglob("*-blocks"):
@@ -70,16 +70,16 @@ class BlockLinks:
                 server.close()
 
     async def flowing(self) -> Link:
-        """Wait for a part of a block, and return its connection; it arrives a little later.
+        """Wait for part of a block, and return its connection; the part arrives a little later.
 
         Raises:
-            TimeoutError: none did.
+            TimeoutError: there was no transfer.
         """
         self._flowing = asyncio.get_running_loop().create_future()
         return await asyncio.wait_for(self._flowing, _FLOWS_WITHIN)
 
     async def silence(self, seconds: float) -> None:
-        """Let nothing pass for a while, and then what has come meanwhile."""
+        """Stall all connections for a while, then forward the delayed data."""
         self._open.clear()
         await asyncio.sleep(seconds)
         self._open.set()
@@ -120,14 +120,14 @@ class BlockLinks:
                 writer.write(data)
                 await writer.drain()
         finally:
-            link.cut()  # each end learns that the other has gone
+            link.cut()  # both ends notice the disconnection
 
 
 def _peer(writer: asyncio.StreamWriter) -> psutil.Process:
     """Return the process at the other end of a local connection.
 
     Raises:
-        psutil.NoSuchProcess: it has ended.
+        psutil.NoSuchProcess: it has exited.
     """
     local: socket.socket = writer.get_extra_info("socket")
     credentials = local.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -1,7 +1,7 @@
-"""The time of day of a process and its children, set while they run; other clocks go on.
+"""Shifts the time of day of a process and its children at run time; other clocks are unchanged.
 
-A small library, compiled on the spot and loaded before all others, adds an offset that it reads
-from a shared file to whatever asks for the time of day.
+A small library, compiled on demand and preloaded, adds an offset from a shared file to all readings
+of the time of day.
 """
 
 import struct
@@ -57,7 +57,7 @@ time_t time(time_t *out) {
 
 
 class ShiftedClock:
-    """A library and its offset, made in `directory`.
+    """A preloaded library and its offset file, created in `directory`.
 
     Raises:
         OSError: there is no compiler, or it failed.

@@ -1,11 +1,11 @@
-"""Runs an engine without sockets and says where the time of its steps goes.
+"""Runs an engine without sockets and breaks down the time of its steps.
 
 python -m benchmarks.engine_bench 0.4b
 python -m benchmarks.engine_bench 2-layer --rows 64 --greedy
 python -m benchmarks.engine_bench 0.4b --rows 1 16 --prefill 512 --quantization int8 --threads 2
 
-Loads one model and, for every number of rows, decodes in that many sequences at once; for every
-prefill, computes prompts of that length, one a step. A step has these parts:
+Loads one model and, for every number of rows, decodes that many sequences at once; for every
+prefill, computes prompts of that length, one per step. A step has these parts:
 
 schedule   the scheduler makes the plan
 prepare    the plan becomes arrays, attention is planned
@@ -13,8 +13,8 @@ execute    the model, from token ids to logits; "linear" is the share of the ste
 sample     logits become tokens
 emit       the scheduler takes the tokens, the outputs are encoded for their front end
 
-Reported are medians over steps; "fastest" is the tenth of the steps that took least, which other
-work on the machine disturbs least.
+Reported are medians over steps; "fastest" is the fastest tenth of steps, which other load on the
+machine affects least.
 """
 
 import argparse
@@ -52,14 +52,14 @@ class Load(NamedTuple):
     rows: int
     prompt: int
     tokens: int
-    """Tokens that each sequence generates."""
+    """Tokens generated per sequence."""
     repetitions: int
     warm_up: int
-    """Steps that do not count."""
+    """Steps to exclude."""
 
 
 class Clock:
-    """Adds up the time spent in named parts, each step by itself."""
+    """Accumulates the time of named parts, per step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -67,16 +67,16 @@ class Clock:
         self._within = threading.local()
 
     def add(self, part: str, amount: float) -> None:
-        """Count time, or tokens, towards a part of the step that runs."""
+        """Add time, or tokens, to a part of the current step."""
         self._now[part] = self._now.get(part, 0.0) + amount
 
     def end_step(self, seconds: float) -> None:
-        """Close the step that ran."""
+        """Finish the current step."""
         self.steps.append({**self._now, "step": seconds})
         self._now = {}
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time counted, once where it calls one of the same part."""
+        """Wrap a function to count its time; nested calls of the same part count once."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             if getattr(self._within, part, False):
@@ -94,7 +94,7 @@ class Clock:
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap an attribute of a module, class or object for a while."""
+    """Wrap an attribute of a module, class or object within the block."""
     original = getattr(owner, name)
     setattr(owner, name, wrap(original))
     try:
@@ -105,7 +105,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
-    """Time the parts of every step of this process."""
+    """Time the parts of every step in this process."""
     from engine.models.decoder import Decoder
     from engine.models.products import blocked, converted, dense, int4, int8, mxfp4
     from engine.runner import model_runner
@@ -137,7 +137,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the parameters that all sequences share."""
+    """Return the sampling parameters shared by all sequences."""
     temperature = 0.0 if options.greedy else 1.0
     return {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
 
@@ -145,7 +145,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 def run_load(
     core: Any, clock: Clock, load: Load, sampling: dict[str, Any], vocab_size: int
 ) -> None:
-    """Take all sequences through the core, and every step to the clock."""
+    """Run all sequences through the core, recording every step in the clock."""
     import random
 
     from engine.shared.messages import AddRequest, SamplingParams, StepOutputs, encode
@@ -166,7 +166,7 @@ def run_load(
 
 
 def parts_of(step: dict[str, float]) -> dict[str, float]:
-    """Split a step's time; what is left over of the loop counts as emit."""
+    """Split a step's time; the remainder of the loop counts as emit."""
     execute, sample = step.get("execute", 0.0), step.get("sample", 0.0)
     schedule, run = step.get("schedule", 0.0), step.get("run", 0.0)
     return {
@@ -181,13 +181,13 @@ def parts_of(step: dict[str, float]) -> dict[str, float]:
 
 
 def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of every part."""
+    """Return the median seconds of each part."""
     split = [parts_of(step) for step in steps]
     return {name: statistics.median(each[name] for each in split) for name in split[0]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the parts of all steps and of the fastest ones, by load."""
+    """Return the parts of all steps, and of the fastest ones, by load."""
     from engine.core.engine_core import EngineCore
     from engine.executor.in_process import InProcessExecutor
 
@@ -212,7 +212,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
-    """Return what the command line asks for."""
+    """Return the loads requested on the command line."""
     decode = [
         Load(f"decode, {rows} rows", rows, options.prompt, options.steps, 1, _WARM_UP_STEPS)
         for rows in options.rows
@@ -225,7 +225,7 @@ def loads(options: argparse.Namespace) -> list[Load]:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Return the settings of the engine; a shape by name gets random weights."""
+    """Return the engine's settings; a named shape gets random weights."""
     from benchmarks.make_model import SHAPES, write_config  # imports torch
 
     model = options.model
@@ -255,7 +255,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def table(results: dict[str, dict[str, dict[str, float]]], which: str) -> Table:
-    """Return milliseconds and shares of the step."""
+    """Return a table of milliseconds and shares of the step."""
     result = Table("load", "steps/s", "tok/s", "step ms", *PARTS, "linear", title=which)
     for name, both in results.items():
         parts = both[which]
@@ -269,7 +269,7 @@ def table(results: dict[str, dict[str, dict[str, float]]], which: str) -> Table:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the option parser."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

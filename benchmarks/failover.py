@@ -1,19 +1,18 @@
-"""Kills and stops processes under load and compares every answer, byte for byte, with a calm run.
+"""Kills and stops processes under load, and compares every answer byte for byte with a calm run.
 
-Three engines and two API servers get greedy and seeded streams, whole answers, chats, choices,
-log probabilities and answers by JSON schema, all at once. Then one engine is killed, another one
-is stopped for a while and the coordinator is killed. Every answer has to be complete and the same
-as without all that. That takes batch-invariant engines, which they are by default where it costs
-little (docs/engine.md): elsewhere a batch of another size may round to another token without the
-flag.
+Three engines and two API servers get greedy and seeded streams, whole answers, chats, choices, log
+probabilities and answers by JSON schema, all at once. Then one engine is killed, another one is
+stopped for a while, and the coordinator is killed. Every answer must be complete and the same as in
+the calm run. That requires batch-invariant engines, which is the default where it costs little
+(docs/engine.md): otherwise a batch of another size may round to another token without the flag.
 
-With --minutes, random processes, front ends too, are killed or stopped for as long, while --clients
-clients send the same requests in any order. One that was on a connection of a killed front end may
-fail. Afterwards no process may be missing and no gauge may count a request.
+With --minutes, random processes, including front ends, are killed or stopped for that long, while
+--clients clients send the same requests in random order. Requests on connections of a killed front
+end may fail. Afterwards no process may be missing and no gauge may count a request.
 
-With --split, engine 0 computes the prompts and two others answer. Each round strikes once, while KV
-blocks are on their way: kills a process, stops one, or cuts, silences or damages the link. Every
-answer has to be that of a single engine, and after each round all KV blocks have to be free.
+With --split, engine 0 computes the prompts and two others answer. Each round strikes once during a
+KV block transfer: it kills or stops a process, or cuts, stalls or corrupts the link. Every answer
+must equal that of a single engine, and after each round all KV blocks must be free.
 
     python -m benchmarks.failover
     python -m benchmarks.failover --streams 8 --tokens 60 --stop-seconds 8
@@ -49,7 +48,7 @@ from benchmarks.running_stack import RunningStack
 MODEL = "swell-shakespeare"
 NUM_ENGINES = 3
 NUM_PROCESSES = NUM_ENGINES + 4
-"""With two API servers, the coordinator and the supervisor."""
+"""Including two API servers, the coordinator and the supervisor."""
 SPEAKERS = ["ROMEO", "JULIET", "KING HENRY", "First Citizen", "GLOUCESTER", "LADY ANNE", "WARWICK"]
 SCHEMA = {
     "type": "object",
@@ -70,21 +69,21 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What was told, and how long nothing was said in between."""
+    """The content of an answer, and its timing."""
 
     told: str = ""
     error: str | None = None
     longest_pause: float = 0.0
     took: float = 0.0
     first_after: float = 0.0
-    """Seconds until something was said."""
+    """Seconds until the first data."""
     port: int = 0
-    """The client's end of its connection."""
+    """Client port of its connection."""
 
 
 @dataclass
 class Progress:
-    """Pieces received so far, for the moment at which to strike."""
+    """Number of pieces received, to time the strikes."""
 
     pieces: int = 0
     done: int = 0
@@ -92,9 +91,9 @@ class Progress:
 
 
 def asks(streams: int, tokens: int, about: str = "") -> list[Ask]:
-    """Return the mix: two kinds of streams in full number, the others an eighth of it each.
+    """Return the mix of requests: two kinds of streams in full number, the others an eighth each.
 
-    All prompts end with what they are `about`.
+    All prompts end with `about`.
     """
     made: list[Ask] = []
     few = max(1, streams // 8)
@@ -127,15 +126,15 @@ async def streamed_choices(
     client: httpx.AsyncClient, path: str, body: dict[str, Any],
     extensions: dict[str, Any] | None = None,
 ) -> AsyncIterator[list[dict[str, Any]]]:  # fmt: skip
-    """Send a request that streams and yield the choices of every event, which may be none.
+    """Send a streaming request and yield the choices of every event, which can be empty.
 
     Args:
-        extensions: of the request, as httpx has them.
+        extensions: httpx request extensions.
 
     Raises:
         httpx.HTTPError: the connection failed, or the answer is not a stream.
-        ValueError: an event says that the request failed.
-        ConnectionError: the stream ended too soon.
+        ValueError: an event reports an error.
+        ConnectionError: the stream ended early.
     """
     body = {**body, "stream": True}
     async with client.stream("POST", path, json=body, extensions=extensions) as response:
@@ -155,13 +154,13 @@ async def streamed_choices(
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Return what a choice of a streamed completion or chat adds."""
+    """Return the text that a choice of a streamed completion or chat adds."""
     text: str | None = choice["text"] if "text" in choice else choice["delta"].get("content")
     return text or ""
 
 
 async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Answer:
-    """Send one request and keep everything that is the same in every run of it."""
+    """Send one request and record everything that must be equal in every run."""
     result = Answer()
     began = time.monotonic()
 
@@ -216,7 +215,7 @@ async def _streamed(
 
 
 class Disturbs(Protocol):
-    """Strikes when a share of the pieces is there."""
+    """Strikes once a share of the pieces has arrived."""
 
     async def run(self, progress: Progress) -> None:
         """Wait until then, and strike."""
@@ -225,7 +224,7 @@ class Disturbs(Protocol):
 async def run(
     url: str, todo: list[Ask], disturb: Disturbs | None, progress: Progress
 ) -> list[Answer]:
-    """Send everything at once and return the answers in order."""
+    """Send all requests at once and return the answers in order."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         jobs = [asyncio.create_task(answer(client, ask, progress)) for ask in todo]
@@ -274,7 +273,7 @@ def report(
     console: Console, todo: list[Ask], calm: list[Answer], stormy: list[Answer],
     progress: Progress,
 ) -> bool:  # fmt: skip
-    """Print the comparison; return whether everything was the same."""
+    """Print the comparison; return whether all answers were the same."""
     first = progress.disturbances[0][0]
     for at, what in progress.disturbances:
         console.print(f"{at - first:6.2f} s  {what}")
@@ -308,12 +307,12 @@ def report(
 
 KINDS = ("engine", "stop", "coordinator", "api")
 INTERVAL = 8.0
-"""Seconds between two disturbances, on average."""
+"""Mean seconds between disturbances."""
 
 
 @dataclass
 class Tally:
-    """What happened in these minutes."""
+    """Results of the run."""
 
     strikes: Counter[str] = field(default_factory=Counter)
     front_end_deaths: list[float] = field(default_factory=list)
@@ -325,14 +324,14 @@ class Tally:
 
 
 async def strike(stack: RunningStack, tally: Tally, until: float, stop_seconds: float) -> None:
-    """Kill or stop a random process now and then."""
+    """Kill or stop a random process at random intervals."""
     while time.monotonic() < until - INTERVAL:
         await asyncio.sleep(INTERVAL * random.uniform(0.5, 1.5))
         kind = random.choice(KINDS)
         name = "engine" if kind == "stop" else kind
         victims = [each for title, each in stack.processes().items() if title.split()[0] == name]
         if len(victims) < (1 if name == "coordinator" else 2):
-            continue  # the last of its kind is still starting: nobody could take over
+            continue  # the last of its kind is still starting: nothing could take over
         tally.strikes[kind] += 1
         if kind == "api":
             tally.front_end_deaths.append(time.monotonic())
@@ -345,7 +344,7 @@ async def strike(stack: RunningStack, tally: Tally, until: float, stop_seconds: 
 
 
 async def client(url: str, todo: list[Ask], calm: list[Answer], tally: Tally, until: float) -> None:
-    """Send requests one after the other, each on a connection of its own."""
+    """Send requests one after the other, each on a new connection."""
     while time.monotonic() < until:
         which, began = random.randrange(len(todo)), time.monotonic()
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -360,7 +359,7 @@ async def client(url: str, todo: list[Ask], calm: list[Answer], tally: Tally, un
 
 
 def is_at_rest(stack: RunningStack) -> bool:
-    """Return whether all processes are there and no gauge counts a request."""
+    """Return whether all processes run and no gauge counts a request."""
     if len(stack.processes()) != NUM_PROCESSES:
         return False
     with contextlib.suppress(httpx.HTTPError):
@@ -382,7 +381,7 @@ def resources(stack: RunningStack) -> dict[str, list[int]]:
 def endure(
     stack: RunningStack, todo: list[Ask], calm: list[Answer], options: argparse.Namespace
 ) -> bool:
-    """Disturb a stack for minutes; print the tally, and return whether nothing was wrong."""
+    """Disturb a stack for minutes; print the results, and return whether there were no problems."""
     console, tally, before = Console(), Tally(), resources(stack)
     until = time.monotonic() + 60 * options.minutes
 
@@ -416,12 +415,12 @@ SPLIT = (
     "--prefill-engines", "1", "--prefill-split-length", "256",
 )  # fmt: skip
 PROMPT = ": friends, Romans, countrymen, lend me your ears; I come to bury Caesar" * 20
-"""With what is said before it about 600 tokens."""
+"""About 600 tokens with the text before it."""
 LINK_RATE = 8e6
 """Bytes per second between engines: transfers take a quarter of a second."""
 RESTS_WITHIN = 60.0
 OFFERED_FOR = 65.0
-"""Seconds after which blocks that nobody has read are forgotten, and a look around more."""
+"""Seconds after which unread offers expire, plus one check interval."""
 STRIKES = (
     "nothing",
     "prefill engine killed", "prefill engine stopped",
@@ -432,21 +431,21 @@ STRIKES = (
 
 
 class Strike:
-    """Strikes once, while blocks are on their way.
+    """Strikes once during a transfer of blocks.
 
     Args:
         kind: one of `STRIKES`.
-        stack: which is struck.
-        links: between its engines.
-        after: parts of blocks that pass before.
-        seconds: for which something is stopped or silent.
+        stack: target of the strike.
+        links: connections between its engines.
+        after: number of parts of blocks to pass first.
+        seconds: duration of a stop or stall.
     """
 
     def __init__(
         self, kind: str, stack: RunningStack, links: BlockLinks, after: int, seconds: float
     ) -> None:
         self.excused: set[int] = set()
-        """Ports of clients whose connections ended with their API server."""
+        """Ports of clients whose connections broke with their API server."""
         self._kind = kind
         self._stack = stack
         self._links = links
@@ -454,7 +453,7 @@ class Strike:
         self._seconds = seconds
 
     async def run(self, progress: Progress) -> None:
-        """Wait until blocks travel, and strike."""
+        """Wait for a transfer, and strike."""
         for _ in range(self._after):
             await self._links.flowing()
         link = await self._links.flowing()
@@ -487,7 +486,7 @@ class Strike:
 
 @dataclass
 class Row:
-    """What came of one kind of strikes."""
+    """Results of one kind of strike."""
 
     rounds: int = 0
     answers: int = 0
@@ -497,14 +496,14 @@ class Row:
     first_after: float = 0.0
     longest_pause: float = 0.0
     rests_after: float = 0.0
-    """Seconds after the last answer within which every process was there and all blocks free."""
+    """Seconds after the last answer until every process ran and all blocks were free."""
     broken: float = 0
-    """Transfers that did not bring every block. An engine that was killed does not say so, and one
-    that was stopped says so with its next step, which may be in the next round."""
+    """Incomplete transfers. A killed engine does not report them, and a stopped one reports them
+    with its next step, which may be in the next round."""
 
 
 async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
-    """Return the values of a metric by the ranks of engines."""
+    """Return the values of a metric by engine rank."""
     async with httpx.AsyncClient(timeout=10) as client:
         text = (await client.get(f"{stack.url}/metrics")).text
     found = re.findall(rf'^swell_{series}\{{engine="(\d+)".* (\S+)$', text, re.M)
@@ -515,18 +514,18 @@ async def strike_transfers(
     stack: RunningStack, links: BlockLinks, todo: list[Ask], known: list[Answer],
     plan: Sequence[str], stop_seconds: float,
 ) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
-    """Strike in these ways; return what came of each, and what was not as it should be.
+    """Run these strikes; return the results of each kind, and any problems.
 
     Args:
-        known: the answers, of an engine that does everything.
-        plan: of `STRIKES`, one a round.
+        known: the answers of an engine that does everything.
+        plan: kinds of `STRIKES`, one per round.
     """
     rows: dict[str, Row] = {kind: Row() for kind in plan}
     problems = []
     for number, kind in enumerate(plan):
         row = rows[kind]
         strike = Strike(kind, stack, links, 3 * row.rounds, stop_seconds)
-        # With another salt in each round no engine has the prompts' blocks.
+        # With a new salt in each round, no engine has the prompts' blocks.
         salted = [replace(ask, body={**ask.body, "cache_salt": f"{number}"}) for ask in todo]
         broken_before = await by_engine(stack, "kv_transfer_failures_total")
         answers = await run(stack.url, salted, strike, Progress())
@@ -559,11 +558,11 @@ def split(
     streams: int, tokens: int, flags: Sequence[str], plan: Sequence[str], stop_seconds: float, *,
     waits_for_offers: bool = False,
 ) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
-    """Run a stack with a split and strike at its transfers, as `strike_transfers` says.
+    """Run a split stack and strike at its transfers; see `strike_transfers`.
 
     Args:
-        flags: for `swell serve`, with those for engines that are batch-invariant.
-        waits_for_offers: look whether blocks that nobody read are forgotten, which takes a minute.
+        flags: flags of `swell serve`, including those for batch-invariant engines.
+        waits_for_offers: check that unread blocks expire, which takes a minute.
     """
     todo = asks(streams, tokens, PROMPT)
     with RunningStack("--data-parallel-size", "1", *flags, timeout=300) as stack:
@@ -574,7 +573,7 @@ def split(
         rows, problems = await strike_transfers(stack, links, todo, known, plan, stop_seconds)
         if waits_for_offers:
             await asyncio.sleep(OFFERED_FOR)
-            await run(stack.url, asks(1, 1), None, Progress())  # idle engines say nothing new
+            await run(stack.url, asks(1, 1), None, Progress())  # idle engines do not report stats
             if any((await by_engine(stack, "kv_transfer_offered_bytes")).values()):
                 problems.append("blocks are offered for ever")
         await asyncio.to_thread(stack.stop)
@@ -590,7 +589,7 @@ def split(
 
 
 def report_strikes(console: Console, rows: dict[str, Row], problems: list[str]) -> None:
-    """Print what came of each kind of strikes."""
+    """Print the results of each kind of strike."""
     table = Table(
         "strike", "answers", "right", "wrong", "failed", "lost with their API server",
         "transfers broken off", "latest first token", "longest pause", "at rest after",

@@ -1,12 +1,12 @@
-"""All that there is to know of a GPU machine in one command, in less than eight minutes.
+"""Checks and benchmarks a GPU machine in one command, in less than eight minutes.
 
     python -m benchmarks.gpu_check
     python -m benchmarks.gpu_check --device cpu --small     all parts in miniature, without a GPU
 
-Runs the CUDA tests, compares tokens, measures decode steps against the memory's bandwidth, prefills
-against matrix products, the start of a stack and a served load, and vLLM's figures where it is
-installed. Each part is a process of its own with a time limit, so that none takes the others along.
-Writes gpu_check.json and, for the documentation, gpu-check.md.
+Runs the CUDA tests, compares tokens, measures decode steps against memory bandwidth, prefills
+against matrix products, the start of a stack and a served load, and vLLM's figures if it is
+installed. Each part is a separate process with a time limit, so that failures are isolated. Writes
+gpu_check.json and, for the documentation, gpu-check.md.
 """
 
 import argparse
@@ -69,9 +69,9 @@ _ROOT = Path(__file__).parents[1]
 _SERVED_SECONDS = 140.0
 """For the start of the stack, and again for its load."""
 COPIES = 20
-"""Of memory, to measure its bandwidth."""
+"""Number of memory copies to measure bandwidth."""
 TOTAL_SECONDS = 470.0
-"""All parts together: eight minutes, less the writing of results."""
+"""Limit for all parts together: eight minutes, minus the writing of results."""
 PAGE_HEAD = """# GPU check
 
 `python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
@@ -83,20 +83,20 @@ SERVED_FIGURES = (
     "completed", "failed", "output_throughput",
     "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
 )  # fmt: skip
-"""What is kept of the result of `swell bench`."""
+"""Fields kept of the result of `swell bench`."""
 
 
 class Setup(NamedTuple):
-    """What all parts are told."""
+    """Settings of all parts."""
 
     device: str
     small: bool
     directory: Path
-    """Holds the config of a model whose weights are random, in the shape of Llama 3 8B."""
+    """Contains the config of a model with random weights in the shape of Llama 3 8B."""
 
     @property
     def batches(self) -> list[int]:
-        """Sequences that decode at once."""
+        """Numbers of sequences that decode at once."""
         return [1, 4] if self.small else [1, 16, 64, 256]
 
     def core(
@@ -107,7 +107,7 @@ class Setup(NamedTuple):
         tokens: int = 8192,
         seqs: int = 256,
     ) -> EngineCore:
-        """Return an engine with the model of random weights."""
+        """Return an engine for the model with random weights."""
         cache = CacheConfig(
             block_size=16 if self.small else 256,
             enable_prefix_caching=False,
@@ -148,7 +148,7 @@ def _core(
 
 
 def greedy_tokens(core: EngineCore, count: int, tokens: int) -> list[list[int]]:
-    """Return what the engine makes of so many prompts of different lengths."""
+    """Return the engine's output for `count` prompts of different lengths."""
     for number in range(count):
         prompt = [(7 * number + 3 * i) % 250 for i in range(3 + 20 * number)]
         sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0, ignore_eos=True)
@@ -162,7 +162,7 @@ def greedy_tokens(core: EngineCore, count: int, tokens: int) -> list[list[int]]:
 
 
 def agreement(some: list[list[int]], others: list[list[int]]) -> float:
-    """Return the share of tokens before the first that differs, over all sequences."""
+    """Return the fraction of tokens before the first difference, over all sequences."""
     alike = 0
     for one, other in zip(some, others, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -173,17 +173,17 @@ def agreement(some: list[list[int]], others: list[list[int]]) -> float:
 
 
 def files_of_cuda_tests() -> list[str]:
-    """Return the files that have tests for a device: others import what may not be installed."""
+    """Return the files with device tests; others may import packages that are not installed."""
     files = sorted((_ROOT / "tests").rglob("test_*.py"))
     return [str(each) for each in files if "mark.cuda" in each.read_text(encoding="utf-8")]
 
 
 def cuda_tests(setup: Setup) -> dict[str, Any]:
-    """Run all tests that need a device."""
+    """Run all tests that require a device."""
     where = ["tests/engine/executor/test_cuda.py"] if setup.small else files_of_cuda_tests()
     flags = ["-q", "-m", "cuda", "-o", "addopts=", "-p", "no:cacheprovider", *where]
-    flags += ["-p", "no:benchmark"]  # which warns of the next, and warnings are errors
-    if find_spec("xdist"):  # they wait for compilers most of the time
+    flags += ["-p", "no:benchmark"]  # which warns about xdist, and warnings are errors
+    if find_spec("xdist"):  # they mostly wait for compilers
         flags += ["-n", "8"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags], capture_output=True, text=True, check=False
@@ -194,7 +194,7 @@ def cuda_tests(setup: Setup) -> dict[str, Any]:
 
 
 def parity(setup: Setup) -> dict[str, Any]:
-    """Compare tokens of the device with the processor's, and of recorded steps with eager ones."""
+    """Compare the device's tokens with the CPU's, and those of recorded steps with eager ones."""
 
     def bundled(device: str) -> list[list[int]]:
         core = _core(
@@ -218,7 +218,7 @@ def parity(setup: Setup) -> dict[str, Any]:
 
 
 def bytes_per_step(spec: ModelSpec, batch: int, context: int) -> int:
-    """Return the bytes that a decode step of a dense model in 16 bits has to read."""
+    """Return the bytes that a decode step of a dense 16-bit model has to read."""
     heads = spec.query_size * 2 + spec.kv_size * 2
     layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
     weights = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
@@ -227,7 +227,7 @@ def bytes_per_step(spec: ModelSpec, batch: int, context: int) -> int:
 
 
 def copy_bandwidth(device: str, num_bytes: int) -> float:
-    """Return the bytes per second that the device reads and writes while it copies its memory."""
+    """Return the bytes per second read and written by a memory copy on the device."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -240,13 +240,13 @@ def copy_bandwidth(device: str, num_bytes: int) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that the device was given to do."""
+    """Wait until the device is idle."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> float:
-    """Return the mean time of the steps in which the whole batch decodes."""
+    """Return the mean seconds of the steps in which the whole batch decodes."""
     source = random.Random(batch)
     for number in range(batch):
         ids = [source.randrange(core.operations.vocab_size) for _ in range(prompt)]
@@ -267,9 +267,9 @@ def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> fl
 
 
 def decode(setup: Setup) -> dict[str, Any]:
-    """Measure decode steps against the time that reading weights, keys and values takes.
+    """Measure decode steps against the time to read weights, keys and values.
 
-    Of the embeddings only one row per token is read.
+    Of the embeddings, only one row per token is read.
     """
     return _decoded(setup, setup.core())
 
@@ -289,13 +289,13 @@ def _decoded(setup: Setup, core: EngineCore) -> dict[str, Any]:
 
 
 def operations_per_token(spec: ModelSpec) -> int:
-    """Return the multiplications and additions of a dense model's layers for one token."""
+    """Return the multiplications and additions of a dense model's layers per token."""
     heads = spec.query_size * 2 + spec.kv_size * 2
     return 2 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
 def product_rate(device: str, size: int, repeat: int = 10) -> float:
-    """Return the operations per second of a product of two square matrices in bfloat16."""
+    """Return the operations per second of a product of two square bfloat16 matrices."""
     one = torch.randn(size, size, device=device).bfloat16()
     other = one.clone()
     one @ other
@@ -335,15 +335,15 @@ def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
 
 
 def invariant(setup: Setup) -> dict[str, Any]:
-    """Measure prefills and decode steps with --batch-invariant; on a CPU without."""
+    """Measure prefills and decode steps with --batch-invariant; on a CPU without it."""
     core = setup.core(invariant=True)
     return {"prefill": _prefilled(setup, core), "decode": _decoded(setup, core)}
 
 
 def served(setup: Setup) -> dict[str, Any]:
-    """Start a stack with one engine, and load it as `swell bench` does.
+    """Start a stack with one engine, and load it with `swell bench`.
 
-    The model has as many tokens as the bundled one's tokenizer, which it is served with.
+    The model's vocabulary has the size of the bundled tokenizer, which it is served with.
     """
     directory = setup.directory / "served"
     directory.mkdir()
@@ -366,9 +366,9 @@ def served(setup: Setup) -> dict[str, Any]:
 
 
 def vllm(setup: Setup) -> dict[str, Any]:
-    """Return the time of vLLM's decode steps with the same model, where it is installed.
+    """Return the time of vLLM's decode steps with the same model, if vLLM is installed.
 
-    It is that of a whole batch's answer, less that of an answer of one token, per further token.
+    It is a whole batch's time minus that of one token, per further token.
     """
     if find_spec("vllm") is None:
         return {"skipped": "vLLM is not installed"}
@@ -408,13 +408,13 @@ PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
     "served": (served, 150),
     "vllm": (vllm, 180),
 }
-"""What is run, in this order, and the most seconds that it may take."""
+"""Parts in order, with their time limits in seconds."""
 
 
 def run_part(name: str, options: argparse.Namespace, directory: Path, limit: float) -> Any:
-    """Run one part in a process; return what it found, or why it found nothing.
+    """Run one part in a process; return its result, or an error.
 
-    With --logs, all that it prints to its standard error is kept there.
+    With --logs, its stderr is saved there.
     """
     if limit <= 0:
         return {"error": "no time was left"}
@@ -432,7 +432,7 @@ def run_part(name: str, options: argparse.Namespace, directory: Path, limit: flo
         _keep_log(options.logs, name, ended.stderr or b"")
         return {"error": f"took more than {limit:.0f} s"}
     _keep_log(options.logs, name, done.stderr.encode())
-    # Libraries print there too.
+    # Libraries print to stdout too.
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return {"error": (done.stderr.strip() or f"exit code {done.returncode}")[-600:]}
@@ -446,7 +446,7 @@ def _keep_log(directory: Path | None, name: str, printed: bytes) -> None:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Return on what this runs."""
+    """Describe the machine."""
     name = platform.processor() or platform.machine()
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -459,7 +459,7 @@ def machine(device: str) -> dict[str, str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the page of the documentation for a report."""
+    """Return the documentation page for a report."""
     lines = [PAGE_HEAD, "| part | what | result |", "|---|---|---|"]
     for part, found in report.items():
         lines += [f"| {part} | {what} | {value} |" for what, value in _flat(found)]

@@ -1,11 +1,11 @@
-"""Compares kernels with torch's operators on this kind of processor, and says which are faster.
+"""Compares kernels with torch's operators on this kind of processor.
 
 python -m benchmarks.kernel_choice
 python -m benchmarks.kernel_choice --model 2-layer --rounds 3
 
-Products, attention and whole steps are computed in both ways in turn; reported are the medians of
-the rounds. At the end stands the row of `engine.kernels.processor.MEASURED` that follows,
-or that there should be none. It takes three minutes; run it on an idle machine.
+Products, attention and whole steps are computed alternately in both ways; reported are the medians
+of the rounds. The last line is the resulting row of `engine.kernels.processor.MEASURED`, or states
+that there should be none. It takes three minutes; run it on an idle machine.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from rich.table import Table
 from engine.executor.environment import settle_environment
 
 OUTPUTS, INPUTS, MATRICES = 9728, 896, 8
-"""Of products; together the weights exceed the caches."""
+"""Shape of products; together the weights exceed the caches."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 ROWS = (1, 8, 16, 32, 64, 128, 512)
 DECODES = ((16, 140), (16, 1024))
-"""How many, and keys of each."""
+"""Number of decodes, and keys of each."""
 PROMPTS = (40, 512, 2048)
 _LEVEL = 1.03
-"""A kernel may take so much longer: it gives a row the same bits in any step."""
+"""Allowed slowdown of a kernel, since its bits for a row do not depend on the step."""
 
 
 class Pair(NamedTuple):
-    """What one piece of work takes in both ways, in seconds."""
+    """Seconds of one operation in both ways."""
 
     name: str
     size: int
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """All that was compared; what has no kernel here is empty."""
+    """All comparisons; empty if there is no kernel."""
 
     products: Sequence[Pair]
     decodes: Sequence[Pair]
@@ -67,7 +67,7 @@ def in_turn(kernel: Callable[[], Any], stock: Callable[[], Any], rounds: int) ->
 
 
 def compare_products(rounds: int) -> Iterator[Pair]:
-    """Compare products of several matrices with each number of rows."""
+    """Compare products of several matrices for each number of rows."""
     import torch
 
     from engine.kernels.registry import has_product_kernel
@@ -94,7 +94,7 @@ def compare_products(rounds: int) -> Iterator[Pair]:
 
 
 def compare_attention(rounds: int) -> tuple[list[Pair], list[Pair]]:
-    """Compare decodes and prompts, where there is a kernel for them."""
+    """Compare decodes and prompts, if there is a kernel for them."""
     import torch
 
     from engine.kernels.cpu.avx512 import has_pairs
@@ -135,7 +135,7 @@ def compare_attention(rounds: int) -> tuple[list[Pair], list[Pair]]:
 
 
 def compare_steps(model: str, rounds: int) -> list[Pair]:
-    """Compare decode steps and prefills of a whole model, with kernels and without any."""
+    """Compare decode steps and prefills of a whole model, with and without kernels."""
     from benchmarks.engine_bench import command_line, measure
 
     found: dict[str, tuple[list[float], list[float]]] = {}
@@ -152,9 +152,9 @@ def compare_steps(model: str, rounds: int) -> list[Pair]:
 
 
 def chosen(findings: Findings) -> tuple[int, bool] | None:
-    """Return up to how many rows products are level or faster, and whether prompts are.
+    """Return up to how many rows products are at least level, and whether prompts are.
 
-    None if a decode, alone or as a part of a step, takes longer with kernels: then none serves.
+    None if a decode, alone or within a step, is slower with kernels: then none are used.
     """
     from engine.kernels.processor import ALL_ROWS
 
@@ -171,7 +171,7 @@ def chosen(findings: Findings) -> tuple[int, bool] | None:
 
 @contextmanager
 def all_kernels() -> Iterator[None]:
-    """Have every kernel serve that there is for this kind."""
+    """Enable all kernels that exist for this kind of processor."""
     from engine.kernels import processor
     from engine.kernels.processor import kind
 
@@ -184,7 +184,7 @@ def all_kernels() -> Iterator[None]:
 
 
 def measure_all(model: str, rounds: int) -> Findings:
-    """Compare everything."""
+    """Run all comparisons."""
     with all_kernels():
         products = list(compare_products(rounds))
         decodes, prompts = compare_attention(rounds)
@@ -192,7 +192,7 @@ def measure_all(model: str, rounds: int) -> Findings:
 
 
 def report(findings: Findings) -> None:
-    """Print what was compared, and the row that follows."""
+    """Print the comparisons, and the resulting row."""
     from engine.kernels.processor import ALL_ROWS, MEASURED, kind
 
     table = Table("work", "size", "kernel ms", "torch ms", "ratio", title=f"processor: {kind()}")

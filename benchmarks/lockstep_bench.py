@@ -1,13 +1,13 @@
-"""Compares admission policies on real engines that step together, in turn within the same minutes.
+"""Compares admission policies on real lockstep engines, alternating within minutes.
 
     python -m benchmarks.lockstep_bench --rounds 7
     python -m benchmarks.lockstep_bench --policies level --overlap
 
 One stack per policy, and with `--overlap` one more whose steps overlap, with the bundled model and
-expert parallelism; those whose turn it is not are paused and use no processor. Two loads: `even`,
-where all requests are alike and come together, so that ranks are in phase and no policy has
-anything to gain; and `mixed`, long prompts and long outputs of very different lengths, whose
-prefills meet other requests' decodes.
+expert parallelism; stacks not being measured are paused and use no CPU. Two loads: `even`, where
+all requests are alike and arrive together, so that ranks are in phase and no policy can gain
+anything; and `mixed`, with long prompts and outputs of very different lengths, whose prefills
+coincide with other requests' decodes.
 """
 
 import argparse
@@ -29,11 +29,11 @@ LOADS = {
 """Flags of `swell bench`."""
 
 Rounds = dict[tuple[str, str], list[dict[str, Any]]]
-"""What `swell bench` found in each round, by load and policy."""
+"""Results of `swell bench` per round, by load and policy."""
 
 
 def measure(url: str, load: str, seed: int) -> dict[str, Any]:
-    """Send a load and wait for its end.
+    """Run a load to its end.
 
     Raises:
         StackFailed: a request failed.
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> Rounds:
         for number in range(options.rounds + 1):
             for load in loads:
                 for policy, url in list(urls.items())[:: 1 if number % 2 else -1]:
-                    # The first round warms up. The others send the same to every policy.
+                    # The first round warms up. The others send the same requests to every policy.
                     found = measure(url, load, number)
                     if number:
                         measured.setdefault((load, policy), []).append(found)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> Rounds:
 
 
 def table(measured: Rounds, baseline: str) -> Table:
-    """Return medians over the rounds, and the gain over the baseline in the same round."""
+    """Return medians over the rounds, and gains over the baseline of the same round."""
     made = Table("load", "policy", "tok/s", f"against {baseline}", "TTFT", "TPOT")
     for (load, policy), rounds in sorted(measured.items()):
         rates, first, each = (

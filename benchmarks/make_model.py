@@ -4,8 +4,8 @@ python -m benchmarks.make_model 0.4b /tmp/models/0.4b
 python -m benchmarks.make_model 2-layer /tmp/models/2-layer
 
 Any server that reads Hugging Face directories can load them. The tokenizer is a byte-level BPE
-trained on text of made-up words, so that random token ids decode to text that encodes to about as
-many tokens again. Everything follows from the seed.
+trained on made-up words, so that random token ids decode to text that encodes to about as many
+tokens again. Everything is determined by the seed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _START = "<|start|>"
 
 
 class Shape(NamedTuple):
-    """The sizes of a Llama model with tied embeddings and heads of 64."""
+    """Sizes of a Llama model with tied embeddings and head dimension 64."""
 
     hidden: int
     intermediate: int
@@ -54,7 +54,7 @@ def write_model(directory: Path, shape: Shape, seed: int = 0) -> None:
 
 
 def write_config(directory: Path, shape: Shape) -> None:
-    """Write config.json alone, which is enough for dummy weights."""
+    """Write only config.json, which suffices for dummy weights."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -130,7 +130,7 @@ def write_tokenizer(directory: Path, seed: int) -> None:
 
 
 def _text(draw: random.Random) -> Iterator[str]:
-    """Yield sentences of made-up words, some of them much more frequent than others."""
+    """Yield sentences of made-up words with a skewed frequency distribution."""
     onsets = [*"bcdfghklmnprstvw", "br", "dr", "gr", "kl", "pl", "sk", "st", "tr", "th", "sh"]
     nuclei = [*"aeiou", "ai", "ea", "ou"]
     syllables = [onset + nucleus for onset, nucleus in itertools.product(onsets, nuclei)]
@@ -143,7 +143,7 @@ def _text(draw: random.Random) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the directory that the command line names."""
+    """Write the directory given on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

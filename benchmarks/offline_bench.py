@@ -4,8 +4,9 @@
     python -m benchmarks.offline_bench transformers /tmp/models/0.4b --batch 64
     ~/peer/.venv/bin/python benchmarks/offline_bench.py vllm /tmp/models/0.4b
 
-Each library gets the same prompts of random token ids and draws `--max-tokens` greedily for each.
-Loading is not counted. Each is imported where it is measured, so that this runs in its environment.
+Each library gets the same prompts of random token ids and generates `--max-tokens` greedily for
+each. Loading is not counted. Libraries are imported only when measured, so this runs in their
+environments.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def swell(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) -> tuple[float, int]:
-    """Return seconds, and how many tokens were drawn."""
+    """Return the seconds, and the number of tokens generated."""
     from swell import LLM
 
     with LLM(model, max_model_len=1024) as llm:
@@ -29,7 +30,7 @@ def swell(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) ->
 def transformers(
     model: str, prompts: list[list[int]], max_tokens: int, batch: int
 ) -> tuple[float, int]:
-    """Return the same of transformers, which computes batches of one length."""
+    """Return the same for transformers, in batches of equal length."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -49,7 +50,7 @@ def transformers(
 
 
 def vllm(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) -> tuple[float, int]:
-    """Return the same of vLLM."""
+    """Return the same for vLLM."""
     from vllm import LLM, SamplingParams
 
     llm: Any = LLM(model, max_model_len=1024, enable_prefix_caching=False)

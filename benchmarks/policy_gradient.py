@@ -1,10 +1,10 @@
-"""A policy that is trained while it is served: REINFORCE on the bundled model.
+"""Trains a policy while it is served: REINFORCE on the bundled model.
 
-Engines sample completions over HTTP. Each is rewarded by the share of its tokens that a player
-shouts, which is to say that they have no small letters. This process moves the weights along the
-policy gradient and sends them into the engines, which go on serving: the next completions are of
-the new policy, and say so in `X-Weight-Version`. How far the engines' log probabilities are from
-this process's own is told, too: it is next to nothing if they compute with the same weights.
+Engines sample completions over HTTP. The reward is the fraction of tokens that are shouted, i.e.
+have no lower-case letters. This process updates the weights along the policy gradient and sends
+them to the engines, which keep serving: later completions come from the new policy, as reported in
+`X-Weight-Version`. The difference between the engines' log probabilities and this process's is
+printed, too: it is close to zero if the weights are the same.
 
     python -m benchmarks.policy_gradient
     python -m benchmarks.policy_gradient --steps 40 --engines 1 --output-dir /tmp/rewards
@@ -35,7 +35,7 @@ PROMPTS = (
     "KING HENRY:\n", "Friends, Romans", "My lord, I",
 )  # fmt: skip
 CHOICES = 8
-"""Completions of each prompt in a step."""
+"""Completions per prompt and step."""
 TOKENS = 24
 KEY = "trainer"
 
@@ -46,13 +46,13 @@ class Sample(NamedTuple):
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
-    """Of the tokens, as the engine says."""
+    """Of the tokens, as reported by the engine."""
     version: str
-    """Of the weights that it was computed with."""
+    """Version of the weights that computed it."""
 
 
 class Step(NamedTuple):
-    """What a step showed, a row of the results."""
+    """Results of a step."""
 
     step: int
     weight_version: str
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 def sample(url: str, prompt: str, seed: int) -> list[Sample]:
-    """Return completions of a prompt, drawn as the policy says."""
+    """Return completions of a prompt, sampled from the policy."""
     body = {
         "model": "swell-shakespeare", "prompt": prompt, "n": CHOICES, "max_tokens": TOKENS,
         "temperature": 1.0, "top_p": 1.0, "ignore_eos": True, "seed": seed, "logprobs": 0,
@@ -86,10 +86,10 @@ def sample(url: str, prompt: str, seed: int) -> list[Sample]:
 
 
 class Trainer:
-    """The policy as it is trained, in float32."""
+    """The policy in training, in float32."""
 
     def __init__(self, rate: float) -> None:
-        # Only this example needs the package.
+        # Only this example requires the package.
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)  # engines need the other cores
@@ -97,7 +97,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.0)
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Return the weights by their names in the checkpoint, where experts are apart."""
+        """Return the weights by their names in the checkpoint, with separate experts."""
         return dict(self._apart())
 
     def _apart(self) -> Iterator[tuple[str, Tensor]]:
@@ -116,15 +116,15 @@ class Trainer:
                     yield f"{at}up_proj.weight", up
 
     def learn(self, samples: Sequence[Sample], gains: Tensor) -> float:
-        """Make tokens likelier in proportion to their gains [samples, tokens].
+        """Raise token probabilities in proportion to their gains [samples, tokens].
 
-        Returns how far the samples' log probabilities are from those here, on the average.
+        Returns the mean difference between the samples' log probabilities and the local ones.
         """
         longest = max(len(each.prompt) for each in samples)
         width = longest + TOKENS
         ids = torch.zeros(len(samples), width, dtype=torch.long)
         mask = torch.zeros(len(samples), width, dtype=torch.long)
-        for row, each in enumerate(samples):  # tokens of all end in the same column
+        for row, each in enumerate(samples):  # tokens of all samples end in the same column
             whole = each.prompt + each.tokens
             ids[row, width - len(whole) :] = torch.tensor(whole)
             mask[row, width - len(whole) :] = 1
@@ -142,17 +142,17 @@ class Trainer:
 
 
 def gains_of(rewards: Tensor) -> Tensor:
-    """Return what each token [samples, tokens] brought from there on, against the others' mean."""
+    """Return each token's [samples, tokens] reward to go, relative to the mean over samples."""
     to_come = rewards.flip(1).cumsum(1).flip(1)
     against = to_come - to_come.mean(0)
     return against / (against.std() + 1e-6) / rewards.shape[1]
 
 
 def train(url: str, steps: int, rate: float) -> Iterator[Step]:
-    """Yield steps as they are done.
+    """Yield steps as they complete.
 
     Raises:
-        AssertionError: engines answered with other weights than were sent last.
+        AssertionError: engines answered with other weights than those sent last.
     """
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     texts = (tokenizer.decode([id]) for id in range(tokenizer.get_vocab_size()))
@@ -179,7 +179,7 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
 
 
 def save(steps: Sequence[Step], directory: Path) -> list[Path]:
-    """Write the results, and a plot of them if there is matplotlib; return the paths."""
+    """Write the results, and a plot if matplotlib is installed; return the paths."""
     table = directory / "rewards.csv"
     with table.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -199,7 +199,7 @@ def save(steps: Sequence[Step], directory: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Train, and say whether the reward has risen."""
+    """Train; return 0 if the reward has risen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=24, help="updates of the weights")
     parser.add_argument("--engines", type=int, default=2)

@@ -1,7 +1,7 @@
 """Compares routing policies in virtual time: skewed lengths, bursts and shared prefixes.
 
-The engines' cores and schedulers, the front ends' members, loads and index of blocks, the table
-they share and the policies are those of production; only the model and the clock are simulated.
+Engine cores, schedulers, front ends' members, loads and block indexes, the load table and the
+policies are the production classes; only the model and the clock are simulated.
 
 python -m benchmarks.routing_bench
 python -m benchmarks.routing_bench --engines 16 --requests 4000
@@ -61,22 +61,22 @@ from server.router.routing import POLICIES, PrefixAware, RoutingPolicy
 from server.router.split import Split
 
 HOP = 0.0002
-"""Seconds from a front end to an engine."""
+"""Network latency from a front end to an engine in seconds."""
 
 _GRACE = 5.0
-"""Seconds for which an engine that is not heard is kept."""
+"""Seconds after which a silent engine is dropped."""
 
 VIEW_INTERVAL = 0.1
-"""Seconds between two of the coordinator's snapshots."""
+"""Seconds between the coordinator's snapshots."""
 
 FOLLOW_INTERVAL = 0.1
-"""Seconds between two questions of a front end which blocks an engine holds."""
+"""Seconds between a front end's requests for an engine's block changes."""
 
 INDEX_BLOCKS = 2_000_000
 
 STEP_US, TOKEN_US = 2000, 100
 MOVED_TOKEN_US = 10
-"""Of each token whose keys and values another engine reads: 128 KiB with 100 Gbit/s."""
+"""Per token whose keys and values another engine reads: 128 KiB at 100 Gbit/s."""
 VOCABULARY = 32_000
 
 
@@ -87,11 +87,11 @@ class Spec(NamedTuple):
     prompt: list[int]
     output_tokens: int
     then: "Callable[[float, list[int]], list[Spec]] | None" = None
-    """What its answer brings about: (when it is over, its tokens with the prompt's) to requests."""
+    """Returns the requests that follow an answer, given its end time and all tokens."""
 
 
 Workload = Callable[[random.Random, int, int], Iterator[Spec]]
-"""(random numbers, requests, engines) to requests in the order of their arrival."""
+"""(random generator, number of requests, engines) to requests in order of arrival."""
 
 
 def skewed(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
@@ -105,7 +105,7 @@ def skewed(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
 
 
 def bursts(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Many requests at once, then none for a while."""
+    """Bursts of many requests, with pauses between them."""
     size = 24 * engines
     for index in range(count):
         length, output = rng.randint(16, 400), rng.randint(8, 100)
@@ -127,7 +127,7 @@ CHAT_TURNS = 6
 
 
 def chats(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Conversations that begin with one of a few system prompts, and go on after a while."""
+    """Conversations that begin with one of a few system prompts, and continue after pauses."""
     systems = [_tokens(rng, 256) for _ in range(8)]
     at = 0.0
     for _ in range(count // CHAT_TURNS):
@@ -145,12 +145,12 @@ def _turn(
     added: tuple[int, int],
     answer: tuple[int, int],
 ) -> Spec:
-    """Return a request of a conversation that has so many turns left, this one included.
+    """Return a request of a conversation with this many turns left, including this one.
 
     Args:
-        pause: draws the seconds between an answer and the next request.
-        added: least and most tokens that come with it.
-        answer: the same of an answer.
+        pause: samples the seconds between an answer and the next request.
+        added: minimum and maximum tokens that the next request adds.
+        answer: minimum and maximum tokens of an answer.
     """
 
     def then(now: float, tokens: list[int]) -> list[Spec]:
@@ -166,7 +166,7 @@ FEW_SHOT_BATCH = 24
 
 
 def few_shot(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Batches of short questions, each after the same examples; few of the examples are popular."""
+    """Batches of short questions after shared examples; few of the examples are popular."""
     examples = [_tokens(rng, 1500) for _ in range(6 * engines)]
     weights = [1 / (rank + 1) for rank in range(len(examples))]
     at = 0.0
@@ -182,7 +182,7 @@ AGENT_TURNS, AGENT_BRANCHES = 5, 3
 
 
 def agents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Runs of agents: long instructions, a task, results of tools, and branches that work on."""
+    """Agent runs: long instructions, a task, tool results, and branches that continue."""
     kinds = [_tokens(rng, 1200) for _ in range(6)]
 
     def pause() -> float:
@@ -202,7 +202,7 @@ def agents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
 
 
 def documents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Short questions, and three in ten about a long text: most of the work is prompts."""
+    """Short questions, three in ten about a long text: most of the work is prefill."""
     at = 0.0
     for _ in range(count):
         at += rng.expovariate(5.0 * engines)
@@ -211,7 +211,7 @@ def documents(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
 
 
 def stories(rng: random.Random, count: int, engines: int) -> Iterator[Spec]:
-    """Prompts of all lengths and long answers: half of the work is answers."""
+    """Prompts of all lengths and long answers: half of the work is decoding."""
     at = 0.0
     for _ in range(count):
         at += rng.expovariate(3.5 * engines)
@@ -237,7 +237,7 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass
 class Result:
-    """What one policy did with one workload; times in seconds."""
+    """Results of one policy with one workload; times in seconds."""
 
     first_token: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -246,7 +246,7 @@ class Result:
     busy: list[float] = field(default_factory=list)
     """Per engine."""
     cached: int = 0
-    """Prompt tokens that did not have to be computed."""
+    """Prompt tokens that were not computed."""
     expected: int = 0
     """Prompt tokens that front ends expected to be cached; 0 without an index."""
     prompt_tokens: int = 0
@@ -255,7 +255,7 @@ class Result:
 
 
 class FrontEnd:
-    """A front end that chooses engines and does nothing else, numbered `index`."""
+    """A front end, numbered `index`, that only routes."""
 
     def __init__(
         self,
@@ -284,27 +284,27 @@ class FrontEnd:
             self._members.heard(b"%d" % engine.rank, hello, 0.0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
-        """Take an engine's stats."""
+        """Record an engine's stats."""
         route = self._members.find(stats.rank, stats.incarnation)
         if route is not None:
             self._loads.observe(route, stats, now)
 
     def questions(self, now: float) -> list[tuple[int, KvBlocksWanted]]:
-        """Return what engines have to be asked, with their ranks."""
+        """Return the requests for block changes to send, with the engines' ranks."""
         if self.blocks is None:
             return []
         routes = self._members.routes.values()
         return [(int(to), question) for to, question in self.blocks.follow(routes, now)]
 
     def begin(self, request: RoutedRequest, now: float) -> Send:
-        """Choose an engine for a new request; return what it is sent."""
+        """Choose an engine for a new request; return the message to send."""
         self._delivery.begin(request)
         return self._send(request, now)
 
     def take(
         self, outputs: list[RequestOutput], stats: EngineStats, now: float
     ) -> tuple[list[tuple[RoutedRequest, RequestOutput]], list[Send]]:
-        """Return the outputs that clients see, and what is sent next of requests."""
+        """Return the outputs that clients see, and the messages to send next."""
         actions = self._delivery.outputs(StepOutputs(stats, outputs), 0, now)
         shown = [
             each for action in actions if isinstance(action, Deliver) for each in action.outputs
@@ -322,10 +322,10 @@ class FrontEnd:
 
 
 class _Engine:
-    """One engine: core, inbox, and when its step ends. It reads KV blocks of others, in `engines`.
+    """One engine: core, inbox, and end of its step. It reads KV blocks of other `engines`.
 
     Args:
-        after: calls the second argument so many seconds later.
+        after: calls a function after a number of seconds.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class _Engine:
         self.stepping = False
         self.stats: EngineStats | None = None
 
-    # As `engine.kv_tiers.tiers.Peers`; there is memory for all copies.
+    # Implements `engine.kv_tiers.tiers.Peers`; memory for copies is unlimited.
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         self._offered.add(key)
@@ -398,8 +398,8 @@ class Simulation:
     """Serves one workload under one policy.
 
     Args:
-        prefill_engines: how many engines compute prompts for the others.
-        split_length: of how many prompt tokens on.
+        prefill_engines: number of engines that compute prompts for the others.
+        split_length: minimum prompt tokens for a split.
     """
 
     def __init__(
@@ -448,15 +448,15 @@ class Simulation:
         self._specs: list[Spec] = []
         self._num_open = 0
         self._tokens: dict[int, list[int]] = {}
-        """Of requests that others follow."""
+        """Of requests with follow-up requests."""
         self._arrived: dict[int, float] = {}
         self._told_at: dict[int, float] = {}
-        """When each request's newest token was there."""
+        """Arrival time of each request's newest token."""
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
 
     def run(self, specs: list[Spec]) -> Result:
-        """Serve all requests, and those that follow them."""
+        """Serve all requests, including follow-ups."""
         self._expect(specs)
         self._at(VIEW_INTERVAL, self._publish)
         for place, front_end in enumerate(self._front_ends):
@@ -582,7 +582,7 @@ def compare(
 ) -> dict[str, dict[str, Result]]:
     """Return a result for every workload, policy and split; all serve the same requests.
 
-    What follows an answer differs: it comes when the answer is there.
+    Follow-ups differ: they are sent when the answer is complete.
     """
     results: dict[str, dict[str, Result]] = {}
     workloads, policies = workloads or list(WORKLOADS), policies or list(POLICIES)
@@ -619,7 +619,7 @@ HEADINGS = (
 
 
 def row(policy: str, result: Result) -> list[str]:
-    """Return what the tables show of a result."""
+    """Return the table row of a result."""
     milliseconds = [1000 * quantile(of, (0.5, 0.99)) for of in (result.first_token, result.gaps)]
     return [
         policy,
@@ -633,7 +633,7 @@ def row(policy: str, result: Result) -> list[str]:
 
 
 def show(results: dict[str, dict[str, Result]]) -> None:
-    """Print one table per workload, in Markdown."""
+    """Print one Markdown table per workload."""
     for workload, by_policy in results.items():
         rows = [row(policy, result) for policy, result in by_policy.items()]
         lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]

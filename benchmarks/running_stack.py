@@ -24,30 +24,30 @@ _SWELL = Path(sys.executable).with_name("swell")
 _PROGRAM = "import sys; from server.cli import main; sys.exit(main())"
 _READY = re.compile(r"swell is ready after ([\d.]+) s: (https?://\S+)")
 _ORPHANS_END_WITHIN = 60.0
-"""Seconds after which a process whose parent has ended has noticed it, on a busy machine."""
+"""Seconds within which a process notices that its parent has exited, on a busy machine."""
 _NEVER_GIVEN_TO_CONNECTIONS = (2000, 10_000)
-"""Ports that the kernel does not choose from, nor tests that need some in a row."""
+"""Below the kernel's ephemeral ports, and those of tests that need consecutive ones."""
 
 
 started: "weakref.WeakSet[RunningStack]" = weakref.WeakSet()
-"""All that were started and are still in use: for whoever wants to see what they printed."""
+"""All stacks in use, so that their output can be shown."""
 
 
 class StackFailed(Exception):
-    """The stack did not start or stop as it should; the message holds its last output."""
+    """The stack did not start or stop properly; the message contains its last output."""
 
 
 class RunningStack:
     """A `swell serve` process on a free port, as a context manager.
 
     Args:
-        arguments: of the command, a model first; `--port` is added.
-        timeout: seconds until it has to be ready.
+        arguments: command-line arguments, a model first; `--port` is added.
+        timeout: seconds within which it must be ready.
         command: `serve`, or `api-server` for front ends without engines.
-        log: descriptor that its standard output and error become; default: a pipe, read to `lines`.
-        interpreter: path of the Python that it and its children run with.
-        program: what takes the place of `swell`, with the same flags; it needs a `log`.
-        environment: variables added to this process's own.
+        log: descriptor for stdout and stderr; by default a pipe, read into `lines`.
+        interpreter: path of the Python for it and its children.
+        program: replaces `swell`, with the same flags; requires a `log`.
+        environment: additional variables.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunningStack:
         self.lines: list[str] = []
         self.url = ""
         self.ready_after = 0.0
-        """Seconds from the start of the process until it said that it was ready."""
+        """Seconds from the start of the process until it reported being ready."""
         self._arguments = arguments
         self._command = command
         self._timeout = timeout
@@ -101,7 +101,7 @@ class RunningStack:
         return self
 
     def _poll(self, url: str) -> None:
-        """Ask until it serves: it says so where nobody reads."""
+        """Poll until it serves, if its output is not read here."""
         while self.process.poll() is None:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -123,7 +123,7 @@ class RunningStack:
 
     @property
     def output(self) -> str:
-        """Everything that the processes printed, the last lines of it."""
+        """The last lines of the processes' output."""
         return "\n".join(self.lines[-60:])
 
     @property
@@ -132,7 +132,7 @@ class RunningStack:
         return " ".join((self._command, *self._arguments))
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Return the living processes of the stack by their titles, e.g. `engine 0`."""
+        """Return the running processes of the stack by title, e.g. `engine 0`."""
         supervisor = psutil.Process(self.process.pid)
         found = {}
         for each in [supervisor, *supervisor.children(recursive=True)]:
@@ -145,15 +145,15 @@ class RunningStack:
         return found
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that all processes of the stack have used."""
+        """Return the CPU time used by all processes of the stack."""
         times = [each.cpu_times() for each in self.processes().values()]
         return sum(each.user + each.system for each in times)
 
     def stop(self, timeout: float = 90.0) -> float:
-        """Ask the stack to end; return how many seconds it took.
+        """Terminate the stack; return the seconds it took.
 
         Raises:
-            StackFailed: it did not end in time, or processes are left.
+            StackFailed: it did not exit in time, or processes are left.
         """
         processes = list(self.processes().values())
         waited_for = [each for each in processes if _parent(each) == self.process.pid]
@@ -165,7 +165,8 @@ class RunningStack:
             self.kill()
             raise StackFailed(f"still running {timeout} s after SIGTERM:\n{self.output}") from None
         took = time.monotonic() - began
-        # The supervisor waits for its children. Theirs end by themselves where they were killed.
+        # The supervisor waits for its children; their children exit by themselves if those were
+        # killed.
         left = [each for each in waited_for if each.is_running()]
         left += psutil.wait_procs(processes, timeout=_ORPHANS_END_WITHIN)[1]
         if left:
@@ -174,7 +175,7 @@ class RunningStack:
         return took
 
     def kill(self) -> None:
-        """End the supervisor at once; its children follow by themselves."""
+        """Kill the supervisor; its children exit by themselves."""
         self.process.kill()
         self.process.wait()
         self._close()
@@ -196,10 +197,10 @@ class RunningStack:
 
 
 def swell_bench(url: str, *flags: str, timeout: float = 900.0) -> dict[str, Any]:
-    """Load a server with `swell bench`; return the result that it writes, failures included.
+    """Load a server with `swell bench`; return its result, including failures.
 
     Raises:
-        StackFailed: nothing could be measured; the message holds what it printed.
+        StackFailed: nothing could be measured; the message contains its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -221,7 +222,7 @@ def _parent(process: psutil.Process) -> int | None:
 
 
 def _free_port() -> int:
-    """Return a port that no connection gets before the stack listens on it."""
+    """Return a port that no connection takes before the stack listens on it."""
     while True:
         port = random.SystemRandom().randrange(*_NEVER_GIVEN_TO_CONNECTIONS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

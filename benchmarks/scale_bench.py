@@ -1,12 +1,11 @@
-"""What many engines cost the coordinator and a front end, over real sockets.
+"""Measures the cost of many engines to the coordinator and a front end, over real sockets.
 
     python -m benchmarks.scale_bench --engines 1000 --front-ends 16
 
-One process plays all engines: each has its own sockets, registers, and reports its stats at a
-rate. One front end is real, from its link to the coordinator to its router; the others register,
-subscribe and throw away what comes. Then the coordinator is ended and started again. Printed is
-processor time, which a busy machine does not change much, and bytes; times of day mean little
-there.
+One process simulates all engines: each has its own sockets, registers, and reports stats at a given
+rate. One front end is real, from its coordinator link to its router; the others register, subscribe
+and discard what they receive. Then the coordinator is killed and restarted. Printed are CPU time,
+which other load hardly affects, and bytes; elapsed times mean little on a busy machine.
 """
 
 import argparse
@@ -62,7 +61,7 @@ _WARM_UP = 3.0
 
 @dataclass
 class _Engine:
-    """One played engine: its sockets and what it says."""
+    """One simulated engine: its sockets and state."""
 
     membership: Membership
     registration: "zmq.Socket[bytes]"
@@ -74,10 +73,10 @@ class _Engine:
     counters: EngineCounters = field(default_factory=lambda: EngineCounters(spec_accepted_at=[0]))
     received: dict[int, Received] = field(default_factory=dict)
     requests: "zmq.Socket[bytes] | None" = None
-    """To the front end that is real."""
+    """To the real front end."""
 
     def stats(self, random: Random, tokens: int) -> EngineStats:
-        """Return stats as of another step, in which some front end may have sent a request."""
+        """Return stats after another step, in which a front end may have sent a request."""
         self.version += 1
         self.counters.count_step(tokens)
         self.counters.generation_tokens += tokens
@@ -97,7 +96,7 @@ class _Engine:
 
 
 class _Fleet:
-    """All played engines, in one loop."""
+    """All simulated engines, in one loop."""
 
     def __init__(self, address: str, number: int, rate: float) -> None:
         self._transport = Transport(
@@ -122,7 +121,7 @@ class _Fleet:
         return _Engine(membership, socket, rank, incarnation)
 
     def run(self, connection: Connection) -> None:
-        """Play until told to stop; answers how many stats were sent so far."""
+        """Simulate until stopped; answers with the number of stats sent so far."""
         due = time.monotonic()
         while True:
             for engine in self._engines:
@@ -181,7 +180,7 @@ def _play(address: str, number: int, rate: float, connection: Connection) -> Non
 
 @dataclass
 class _Heard:
-    """What a front end has got so far."""
+    """Counts of what a front end has received."""
 
     engines: int = 0
     views: int = 0
@@ -247,7 +246,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
 
 
 def _count(link: ClusterLink, heard: _Heard) -> None:
-    """Have what a link receives counted."""
+    """Count what a link receives."""
     inbox: Any = link._views
     decode = inbox.decode
 
@@ -264,7 +263,7 @@ def _listen(address: str, directory: Path, connection: Connection) -> None:
 
 
 def _others(address: str, front: str, number: int, connection: Connection) -> None:
-    """Register front ends that throw away what they hear."""
+    """Register front ends that discard what they receive."""
     transport = Transport(
         ClusterConfig(heartbeat_interval=HEARTBEAT, engine_timeout=60), make_context()
     )
@@ -326,25 +325,25 @@ class _Parts:
         return subprocess.Popen(command)
 
     def restart_coordinator(self) -> None:
-        """End the coordinator and start another, which knows nobody."""
+        """Kill the coordinator and start another, without any state."""
         self.coordinator.kill()
         self.coordinator.wait()
         self.coordinator = self._coordinator()
 
     def heard(self, command: str = "heard") -> _Heard:
-        """Return what the real front end has got so far."""
+        """Return the counts of the real front end."""
         self._front.send(command)
         heard: _Heard = self._front.recv()
         return heard
 
     def sent(self) -> int:
-        """Return how many stats all engines have sent so far."""
+        """Return the number of stats sent by all engines so far."""
         self._fleet.send("sent")
         number: int = self._fleet.recv()
         return number
 
     def wait_for(self, engines: int, within: float = 300.0) -> float:
-        """Wait until the front end's view has all engines; return the seconds that took."""
+        """Wait until the front end's view has all engines; return the seconds it took."""
         begun = time.monotonic()
         while self.heard().engines < engines:
             if time.monotonic() - begun > within:
@@ -353,7 +352,7 @@ class _Parts:
         return time.monotonic() - begun
 
     def stop(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for connection in (self._front, self._rest, self._fleet):
             with suppress(OSError):
                 connection.send("stop")
@@ -366,7 +365,7 @@ class _Parts:
 
 
 def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[str, object]:
-    """Return what one size costs."""
+    """Measure one cluster size."""
     with tempfile.TemporaryDirectory(prefix="swell-scale-") as directory:
         parts = _Parts(engines, front_ends, rate, Path(directory))
         try:
@@ -405,7 +404,7 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
 
 
 def main() -> None:
-    """Measure each size and print one JSON object a line."""
+    """Measure each size and print one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, nargs="+", default=[64, 256, 1000])
     parser.add_argument("--front-ends", type=int, default=16)

@@ -1,20 +1,19 @@
-"""Swell and vLLM's CPU build in turn, on the same weights and under the same load.
+"""Compares Swell and vLLM's CPU build, alternating, with the same weights and load.
 
 python -m benchmarks.side_by_side --peer-python ~/peer/.venv/bin/python
 python -m benchmarks.side_by_side --peer-python ... --case "0.4b 16/128 x1" --rounds 1
 python -m benchmarks.side_by_side --list
 python -m benchmarks.side_by_side --peer-python ... --sides vLLM "vLLM in Rust" "vLLM in Swell"
 
-The last compares front ends on engines of vLLM: its own in Python, its own in Rust, and Swell's,
-for which Swell has to be installed in the peer's environment, too.
+The last command compares front ends on vLLM engines: its own in Python, its own in Rust, and
+Swell's, for which Swell must be installed in the peer's environment, too.
 
-Each round starts every server once per model and number of engines, warms it up, and loads it with
-all cases of that model by `swell bench`, the sides in turn. Everything that was measured is in
-NAME.json after every server, so that nothing is lost when it is stopped, the table of medians and
-ratios in NAME.md, and what vLLM printed in NAME.log. At its end the tables are put on top of the
-file of this kind of processor in --results. With --add the runs of an existing NAME.json count,
-too: a long comparison can be made in parts. docs/performance.md says how to make the peer's
-environment.
+Each round starts every server once per model and number of engines, warms it up, and runs all cases
+of that model with `swell bench`, alternating sides. After every server all measurements are written
+to NAME.json, so that nothing is lost if it is stopped, the table of medians and ratios to NAME.md,
+and vLLM's output to NAME.log. At the end the tables are prepended to the file of this kind of
+processor in --results. With --add the runs of an existing NAME.json are included, so a long
+comparison can be split up. docs/performance.md describes how to create the peer's environment.
 """
 
 import argparse
@@ -44,11 +43,11 @@ PEER, SWELL, QUANTIZED = "vLLM", "Swell", "Swell int8"
 RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
 SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
 MODEL_NAME = "bench"
-"""The name of the model in requests."""
+"""Model name in requests."""
 START_SECONDS = 600.0
 """vLLM compiles the model with torch."""
 RESULTS = Path(__file__).parent / "results"
-"""A Markdown file for each kind of processor, newest comparison on top."""
+"""One Markdown file per kind of processor, newest comparison first."""
 _KV_BYTES = 2 << 30
 
 
@@ -57,18 +56,18 @@ class Case(NamedTuple):
 
     name: str
     model: str
-    """A shape of `benchmarks.make_model`."""
+    """Shape name of `benchmarks.make_model`."""
     prompt: int
     output: int
     streams: int
     requests: int
     metric: str
-    """Of the result of `swell bench`."""
+    """Field of the result of `swell bench`."""
     unit: str
     aim: str
-    """What Swell is meant to reach, in words."""
+    """Target for Swell, in words."""
     engines: tuple[int, ...] = (1,)
-    """Data-parallel sizes that are tried; the best one of each side counts."""
+    """Data-parallel sizes to try; the best one of each side counts."""
     lower_is_better: bool = False
     stream: bool = True
 
@@ -99,10 +98,10 @@ DETAILS = {
     "p99_itl_ms": "p99",
     "cpu_ms_per_token": "processor ms per token",
 }
-"""Of a run beside its value, where answers are streamed, and their headings. Processor time is
-that of all processes of the server, per output token."""
+"""Further results of a streaming run, and their headings. CPU time is that of all server processes,
+per output token."""
 WARM_UPS = {"0.4b": 16, "2-layer": 64}
-"""Requests to each server before what is measured."""
+"""Requests to each server before measuring."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -114,7 +113,7 @@ class Run(msgspec.Struct, frozen=True):
     round: int
     value: float
     details: dict[str, float] = {}
-    """Of `DETAILS`: what else was measured."""
+    """Values of `DETAILS`."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -126,18 +125,18 @@ class Start(msgspec.Struct, frozen=True):
     round: int
     seconds: float
     resident_mb: float
-    """After its load; all processes, what they share counted once."""
+    """After its load; all processes, with shared memory counted once."""
 
 
 class Results(msgspec.Struct):
-    """Everything that was measured."""
+    """All measurements."""
 
     machine: str
     versions: dict[str, str]
     began: str
-    """Date and time of the first round's start."""
+    """Start of the first round, date and time."""
     commit: str
-    """Of Swell; marked where files differed from it."""
+    """Commit of Swell; marked if files differed from it."""
     runs: list[Run] = []
     starts: list[Start] = []
     failures: list[str] = []
@@ -147,7 +146,7 @@ class Results(msgspec.Struct):
 
 
 def start_server(side: str, model: Path, engines: int, options: argparse.Namespace) -> RunningStack:
-    """Return the server of a side, still to be entered."""
+    """Return the server of a side, not yet entered."""
     flags = [str(model), "--served-model-name", MODEL_NAME, "--host", "127.0.0.1"]
     flags += ["--data-parallel-size", str(engines), "--max-model-len", "2048"]
     flags += ["--no-enable-prefix-caching"]
@@ -175,7 +174,7 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
 
 
 def measure(case: Case, url: str, seed: int) -> dict[str, Any]:
-    """Load a server; return what `swell bench` found.
+    """Load a server; return the result of `swell bench`.
 
     Raises:
         StackFailed: not every request was answered in full.
@@ -196,7 +195,7 @@ def visit(
     side: str, cases: list[Case], engines: int, number: int, results: Results,
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Start one server, load it with cases of one model, stop it; note what fails."""
+    """Start one server, run all cases of one model, stop it; record failures."""
     model = options.models / cases[0].model
     if not (model / "model.safetensors").is_file():
         write_model(model, SHAPES[cases[0].model])
@@ -207,7 +206,7 @@ def visit(
             top = psutil.Process(server.process.pid)
             processes = [top, *top.children(recursive=True)]
             for case in cases:
-                # A seed that no run before had: no server can have seen the prompts.
+                # A new seed: no server can have seen the prompts.
                 used = _cpu_seconds(processes)
                 found = measure(case, server.url, time.time_ns() % (1 << 30))
                 used = _cpu_seconds(processes) - used
@@ -237,14 +236,14 @@ def _cpu_seconds(processes: list[psutil.Process]) -> float:
 def _proportional_bytes(process: psutil.Process) -> float:
     try:
         return float(process.memory_full_info().pss)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # it has just exited
         return 0.0
 
 
 def compare(options: argparse.Namespace, results: Results) -> None:
-    """Go through all rounds, writing the results after each server.
+    """Run all rounds, writing the results after each server.
 
-    Every other round goes backwards, so that no side always follows the same one.
+    Every other round is reversed, so that no side always follows the same one.
     """
     cases = [case for case in CASES if not options.case or case.name in options.case]
     first = 1 + max((start.round for start in results.starts), default=-1)
@@ -264,7 +263,7 @@ def compare(options: argparse.Namespace, results: Results) -> None:
 
 
 class Median(NamedTuple):
-    """What a side reached in a case with its best number of engines."""
+    """Median of a side in a case, with its best number of engines."""
 
     value: float
     lowest: float
@@ -273,7 +272,7 @@ class Median(NamedTuple):
 
 
 def best(results: Results, case: Case, side: str) -> Median | None:
-    """Return what a side reached; None without runs."""
+    """Return the best median of a side; None without runs."""
     found = []
     for engines in case.engines:
         values = [
@@ -288,7 +287,7 @@ def best(results: Results, case: Case, side: str) -> Median | None:
 
 
 def as_markdown(results: Results) -> str:
-    """Return what was measured, on what, and the tables of rates and of starts."""
+    """Return the environment, and the tables of rates and of starts."""
     versions = ", ".join(f"{name} {number}" for name, number in results.versions.items())
     rounds = len({start.round for start in results.starts})
     measured = {run.side for run in results.runs}
@@ -356,9 +355,9 @@ FEATURES = (
     "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2",
     "sve", "bf16", "asimd",
 )  # fmt: skip
-"""What decides how fast matrices are multiplied, as Linux calls it on x86 and ARM."""
+"""CPU features that determine the speed of matrix products, by Linux names on x86 and ARM."""
 _KIND = (("cpu family", "family"), ("model", "model"), ("CPU part", "part"))
-"""Numbers that tell processors apart whose names are alike, and what they are called here."""
+"""Numbers that distinguish processors with equal names, and their labels."""
 
 
 class Processor(NamedTuple):
@@ -369,18 +368,18 @@ class Processor(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What it is and multiplies fast."""
+        """Name and features."""
         return f"{self.name} ({', '.join(self.features) or 'none of the features looked for'})"
 
     @property
     def file_name(self) -> str:
-        """The name of its file of results."""
+        """Name of its results file."""
         plain = re.sub(r"\((r|tm)\)", " ", self.name.lower())
         return "-".join(re.findall(r"[a-z0-9]+", plain)) + ".md"
 
 
 def processor_of(cpuinfo: str) -> Processor:
-    """Return the first processor of Linux's list; an empty list is one of another system."""
+    """Return the first processor in /proc/cpuinfo; empty for other systems."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -392,13 +391,13 @@ def processor_of(cpuinfo: str) -> Processor:
 
 
 def this_processor() -> Processor:
-    """Return the processor that this runs on."""
+    """Return the processor of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     return processor_of(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
 
 
 def commit(folder: Path = RESULTS) -> str:
-    """Return the commit of the working tree, marked if other files than results differ from it."""
+    """Return the commit of the working tree, marked if files other than results differ from it."""
     found = []
     for command in ("rev-parse --short HEAD", f"status --porcelain -- :/ :(exclude){folder}"):
         done = subprocess.run(
@@ -412,15 +411,15 @@ def commit(folder: Path = RESULTS) -> str:
 
 
 def put_on_top(folder: Path, processor: Processor, heading: str, entry: str) -> Path:
-    """Write a comparison into its processor's file, above those that are there; return the file.
+    """Prepend a comparison to its processor's file; return the file.
 
-    An entry of the same heading is an earlier state of the same comparison, and goes.
+    An entry with the same heading is an earlier state of the same comparison, and is replaced.
 
     Args:
-        folder: of the files.
-        processor: what was measured on.
-        heading: when and what was measured, on one line.
-        entry: what came of it, in Markdown.
+        folder: directory of the files.
+        processor: the measured processor.
+        heading: time and version, on one line.
+        entry: the results in Markdown.
     """
     path = folder / processor.file_name
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -442,7 +441,7 @@ def put_on_top(folder: Path, processor: Processor, heading: str, entry: str) -> 
 
 
 def read_results(options: argparse.Namespace) -> Results:
-    """Return the results to go on from."""
+    """Return the results to continue from."""
     path: Path = options.output.with_suffix(".json")
     if options.add and path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=Results)
@@ -463,7 +462,7 @@ def read_results(options: argparse.Namespace) -> Results:
 
 
 def keep(results: Results, folder: Path) -> None:
-    """Put what was measured on top of the results of this kind of processor, if anything was."""
+    """Prepend the measurements, if any, to the results of this kind of processor."""
     if results.runs:
         heading = f"{results.began} UTC, commit {results.commit}"
         path = put_on_top(folder, this_processor(), heading, as_markdown(results))
@@ -500,7 +499,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Compare, print, write."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # through the servers' context managers
+        signal.signal(number, lambda *_: sys.exit(1))  # so that the servers' context managers run
     options = parse_arguments()
     if options.list:
         for case in CASES:

@@ -1,9 +1,9 @@
-"""What admission policies gain on a lockstep group, in virtual time.
+"""Simulates admission policies on a lockstep group in virtual time.
 
-Scheduler, KV cache and policies are those of production; a formula stands in for the model. It was
-fitted to a published measurement of a MoE model on four data-parallel ranks (TTFT 6.6 s, TPOT
-86.9 ms, 1,297 output tok/s at a concurrency of 128), so this is no measurement of hardware. The
-same seed gives the same numbers.
+Scheduler, KV cache and policies are the production classes; a formula replaces the model. It was
+fitted to a published measurement of a MoE model on four data-parallel ranks (TTFT 6.6 s, TPOT 86.9
+ms, 1,297 output tok/s at a concurrency of 128), so this is not a hardware measurement. Equal seeds
+give equal numbers.
 
 python -m benchmarks.simulate
 python -m benchmarks.simulate --loads pub mixed --policies none level --seeds 1
@@ -33,10 +33,10 @@ from engine.shared.messages import AddRequest, SamplingParams
 NS = 1_000_000_000
 """Virtual time is in integer nanoseconds, so that sums do not depend on their order."""
 STEP_NS, DECODE_NS, KV_TOKEN_NS, PREFILL_TOKEN_NS = 20_000_000, 300_000, 70, 315_000
-"""A step, and in it each row of one token, each token it attends to, and each prompt token."""
+"""Cost of a step, of each one-token row, each token it attends to, and each prompt token."""
 TURNAROUND_NS = 1_000_000
-"""From an answer to the same client's next request. At 0 it would be in time for the next step,
-which an engine begins before a client can answer."""
+"""From an answer to the same client's next request. With 0 it would be in time for the next step,
+which an engine begins before a client can respond."""
 MAX_NUM_BATCHED_TOKENS, NUM_KV_BLOCKS, BLOCK_SIZE = 4096, 8192, 256
 MAX_TOKENS = 16_384
 BURST_AT = 60.0
@@ -53,18 +53,18 @@ class Load:
     prompt: Length = lambda _: 3500
     count: int = 512
     concurrency: int = 128
-    """Clients that each have one request under way, where there is no `rate`."""
+    """Number of clients with one request in flight each, if there is no `rate`."""
     rate: float = 0.0
-    """Requests per second, whether earlier ones are answered or not."""
+    """Requests per second, independent of answers."""
     burst: int = 0
-    """Requests that come at once after `BURST_AT` seconds."""
+    """Requests that arrive at once after `BURST_AT` seconds."""
     ranks: int = 4
     max_num_seqs: int = 32
     one_rank: bool = False
-    """All traffic goes to rank 0."""
+    """All requests go to rank 0."""
 
     def draw(self, seed: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """Return the (prompt, output) tokens of all requests, and the arrivals that are known."""
+        """Return the (prompt, output) tokens of all requests, and the arrivals known in advance."""
         rng = random.Random(seed)
         requests = [
             (_tokens(self.prompt, rng), _tokens(self.output, rng)) for _ in range(self.count)
@@ -108,7 +108,7 @@ LOADS = {
 
 @dataclass
 class Record:
-    """One request: which rank served it, and when (ns)."""
+    """One request: the rank that served it, and its times (ns)."""
 
     rank: int
     arrived: int
@@ -119,7 +119,7 @@ class Record:
 
 
 class Rank:
-    """The production scheduler of one rank, between two of its steps or in one."""
+    """The production scheduler of one rank, between steps or within one."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
@@ -127,20 +127,20 @@ class Rank:
         self.scheduler = Scheduler(config, cache, info)
         self.inbox: list[AddRequest] = []
         self.prefill_tokens = 0
-        """Of the step that runs or ran last."""
+        """Prefill tokens of the current or last step."""
         self.plan: BatchPlan | None = None
 
     def take_in(self) -> None:
-        """Take what has arrived."""
+        """Add the requests that have arrived."""
         for request in self.inbox:
             refusal = self.scheduler.add(request)
             assert refusal is None, refusal
         self.inbox.clear()
 
     def begin(self, grant: Grant) -> int:
-        """Start a step; return its ns."""
+        """Start a step; return its duration in ns."""
         plan = self.plan = self.scheduler.schedule(grant)
-        # Rows of one token come first in every plan.
+        # Single-token rows come first in every plan.
         decodes = plan.counts.count(1)
         self.prefill_tokens = sum(plan.counts) - decodes
         context = sum(plan.starts[:decodes]) + decodes
@@ -150,25 +150,25 @@ class Rank:
 
 @dataclass
 class Group:
-    """The ranks of one group, which step together, as slowly as the slowest."""
+    """The ranks of one group in lockstep, each step as slow as the slowest rank."""
 
     load: Load
     policy: SchedulerConfig
     seed: int
     records: list[Record] = field(default_factory=list)
     longest_hold: int = 0
-    """Most steps in a row in which prefill that was ready was held."""
+    """Maximum consecutive steps in which ready prefill was held."""
     held_without_decodes: int = 0
     """Steps in which prefill was held although nothing decoded."""
     steps: int = 0
     dummy_steps: int = 0
-    """Of all ranks: those that computed nothing."""
+    """Steps of all ranks that computed nothing."""
 
     def run(self) -> "Result":
         """Serve the whole load.
 
         Raises:
-            AssertionError: ranks that saw the same table came to different grants.
+            AssertionError: ranks with the same table came to different grants.
         """
         load = self.load
         config = SchedulerConfig(
@@ -211,7 +211,7 @@ class Group:
             in_a_row = self._observe(table, grants, in_a_row)
             duration = max(rank.begin(grant) for rank, grant in zip(ranks, grants, strict=True))
             number, last_us = number + 1, duration // 1000
-            # Whoever comes during the step is routed before its end is known.
+            # Requests that arrive during the step are routed before its end is known.
             take_arrivals(now + duration - 1)
             now += duration
             for rank in ranks:
@@ -233,7 +233,7 @@ class Group:
         return in_a_row
 
     def _finish(self, rank: Rank, now: int) -> list[int]:
-        """End a rank's step; return the requests that are finished."""
+        """Finish a rank's step; return the requests that it ended."""
         plan, done = rank.plan, []
         assert plan is not None
         self.steps += 1
@@ -250,7 +250,7 @@ class Group:
 
 
 class Result(NamedTuple):
-    """What came of one load under one policy."""
+    """Results of one load under one policy."""
 
     rate: float
     """Output tokens per second."""
@@ -261,12 +261,12 @@ class Result(NamedTuple):
     longest_hold: int
     held_without_decodes: int
     dummy_share: float
-    """Steps without any work, of all ranks' steps."""
+    """Steps without any work, as a fraction of all ranks' steps."""
     records: list[Record]
 
     @classmethod
     def of(cls, group: Group) -> "Result":
-        """Sum up a finished run."""
+        """Summarize a finished run."""
         records = group.records
         long = [each for each in records if each.output_tokens > 1]
         return cls(

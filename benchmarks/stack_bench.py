@@ -1,14 +1,13 @@
-"""Starts the whole stack and prints start time, memory, idle CPU, streaming speed and latencies.
+"""Measures a whole stack: start time, memory, idle CPU, streaming rate and latencies.
 
 python -m benchmarks.stack_bench
 python -m benchmarks.stack_bench --streams 64 --tokens 128 -- --data-parallel-size 1
 python -m benchmarks.stack_bench --shares 0.25 0.5 0.75 -- MODEL_DIR --data-parallel-size 1
 
-Saturation is what `--streams` clients get, each of which sends its next request when the last one
-is answered. At each of `--shares` of that rate requests then arrive by a Poisson process, whatever
-the answers, and the slowest percent of first tokens, and of gaps between tokens, is compared with
-the median. Saturation is measured again in each round, because other work on the machine comes and
-goes.
+Saturation is the rate that `--streams` closed-loop clients reach. At each of `--shares` of that
+rate requests then arrive by a Poisson process, independent of answers, and the 99th percentiles of
+times to first token and of token gaps are compared with the medians. Saturation is measured again
+in each round, because other load on the machine varies.
 """
 
 import argparse
@@ -26,11 +25,11 @@ from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
 MEMORY_BUDGET_MB = {"coordinator": 40, "api": 130, "engine": 500}
 IDLE_SECONDS = 10
 AIMS = {"ttft": 1.8, "itl": 2.2}
-"""Most that the 99th percentile may be, in medians, at half of saturation."""
+"""Maximum ratio of the 99th percentile to the median, at half of saturation."""
 
 
 def memory_table(stack: RunningStack, title: str) -> Table:
-    """Return resident memory per process against its budget."""
+    """Return resident memory per process, and its budget."""
     table = Table("process", "resident MB", "budget MB", title=title)
     for name, process in sorted(stack.processes().items()):
         budget = MEMORY_BUDGET_MB.get(name.split()[0])
@@ -39,7 +38,7 @@ def memory_table(stack: RunningStack, title: str) -> Table:
 
 
 def idle_cpu(stack: RunningStack) -> float:
-    """Return the share of one core that the idle stack uses, all processes together."""
+    """Return the CPU use of the idle stack in cores, over all processes."""
     before, began = stack.cpu_seconds(), time.monotonic()
     for _ in track(range(IDLE_SECONDS), description="idle"):
         time.sleep(1)
@@ -47,10 +46,10 @@ def idle_cpu(stack: RunningStack) -> float:
 
 
 def measure(url: str, options: argparse.Namespace, seed: int, *traffic: str) -> dict[str, Any]:
-    """Send requests and return what their clients saw.
+    """Send requests and return the clients' measurements.
 
     Raises:
-        StackFailed: some were not answered.
+        StackFailed: some requests failed.
     """
     found = swell_bench(
         url, "--num-prompts", str(options.requests), "--random-input-len", str(options.prompt),
@@ -102,7 +101,7 @@ def main() -> None:
         for latency, aim in AIMS.items():
             pairs = [(r[f"median_{latency}_ms"], r[f"p99_{latency}_ms"]) for r in rounds]
             middle, high = (statistics.median(each) for each in zip(*pairs, strict=True))
-            # Half of the gaps are 0 where the client reads several tokens at once.
+            # Half of the gaps are 0 if the client reads several tokens at once.
             ratio = statistics.median(high / (middle or math.nan) for middle, high in pairs)
             is_half = loads[name] == 0.5
             table.add_row(

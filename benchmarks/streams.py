@@ -13,7 +13,7 @@ _STREAM_SECONDS = 600
 
 
 async def stream_completion(url: str, body: dict[str, Any]) -> Record:
-    """POST a streaming completion on a connection of its own and read it to its end.
+    """POST a streaming completion on a new connection and read it to its end.
 
     Raises:
         ConnectionError: there was no answer, or the stream ended early or with an error.
@@ -30,7 +30,7 @@ async def stream_completion(url: str, body: dict[str, Any]) -> Record:
 
 
 async def stream_many(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list[Record]:
-    """Stream all completions with at most `concurrency` at once, in order."""
+    """Stream all completions, at most `concurrency` at once; return them in order."""
     slots = asyncio.Semaphore(concurrency)
 
     async def one(body: dict[str, Any]) -> Record:

@@ -1,10 +1,10 @@
-"""Eight tenants, one of them hostile: what the others' first tokens wait for.
+"""Measures the first tokens of seven tenants while an eighth is hostile.
 
 Two engines and two API servers. Seven tenants send short prompts at random times; then they do so
-again while an eighth sends long prompts, many choices and many prompts at once from as many
-connections as it likes, and comes again at once whenever it is refused. The others' time to the
-first token may at most double at the 99th percentile. Calm and flooded phases alternate, so that
-what else the machine does meets both.
+again while an eighth sends long prompts, many choices and many prompts at once on as many
+connections as it likes, and immediately retries whenever it is refused. The others' time to first
+token may at most double at the 99th percentile. Calm and flooded phases alternate, so that other
+load on the machine affects both.
 
     python -m benchmarks.tenants
     python -m benchmarks.tenants --seconds 30 --rate 2
@@ -40,44 +40,44 @@ OTHERS = 7
 HOSTILE = "hostile"
 BOUND = 2.0
 BUDGET = 16
-"""Sequences of the hostile tenant's requests, and with --limit of all of a key at once."""
+"""Sequences per request of the hostile tenant, and with --limit the maximum per key."""
 
 SERVE = ("--data-parallel-size", "2", "--api-server-count", "2")
 
 
 @dataclass
 class Phase:
-    """What became of the requests of one phase."""
+    """Results of the requests of one phase."""
 
     results: dict[str, list[Record]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
 
     def first_tokens(self, tenants: Sequence[str]) -> list[float]:
-        """Return the times to the first token of some tenants' requests."""
+        """Return the times to first token of some tenants' requests."""
         found = [each for tenant in tenants for each in self.results.get(tenant, ())]
         return [each.first_token or 0.0 for each in found if each.error is None]
 
     def failures(self, tenants: Sequence[str]) -> int:
-        """Return how many requests of some tenants failed."""
+        """Return the number of failed requests of some tenants."""
         found = [each for tenant in tenants for each in self.results.get(tenant, ())]
         return sum(each.error is not None for each in found)
 
 
 def text(rng: random.Random, words: int) -> str:
-    """Return a prompt that nobody sent before."""
+    """Return a new random prompt."""
     return " ".join(rng.choices(WORDS, k=words))
 
 
 def polite_body(rng: random.Random) -> dict[str, Any]:
-    """Return a short request, as of somebody who chats."""
+    """Return a short request, as in a chat."""
     return {"prompt": text(rng, rng.randint(20, 100)), "max_tokens": 24, "ignore_eos": True}
 
 
 def hostile_body(rng: random.Random) -> dict[str, Any]:
-    """Return one of the costliest requests that a client is allowed."""
+    """Return one of the costliest requests that a client can send."""
 
     def prompt(words: int) -> str:
-        # Cheap to make, as the sender shares the machine, and new from its first word on.
+        # Cheap to build, since the sender shares the machine, and new from the first word on.
         return f"{rng.getrandbits(40)} {_LONG[: 5 * words]}"
 
     kind = rng.randrange(3)
@@ -93,7 +93,7 @@ _LONG = text(random.Random(0), 500)
 
 
 async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> Record:
-    """Stream one completion on a connection of its own."""
+    """Stream one completion on a new connection."""
     client = HttpClient(url, {"Authorization": f"Bearer {key}"}, keep_alive=False)
     whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
     payload = json.dumps(whole).encode()
@@ -101,7 +101,7 @@ async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> Reco
 
 
 async def polite(url: str, tenant: str, phase: Phase, rate: float, until: float) -> None:
-    """Send requests at random times, however long they take."""
+    """Send requests at random times, without waiting for answers."""
     rng = random.Random(f"{tenant} {until}")
     results = phase.results.setdefault(tenant, [])
     sent: list[asyncio.Task[Record]] = []
@@ -112,7 +112,7 @@ async def polite(url: str, tenant: str, phase: Phase, rate: float, until: float)
 
 
 async def hostile(url: str, phase: Phase, number: int, pause: float, until: float) -> None:
-    """Send as much as is taken, and come again when it is not."""
+    """Send requests as fast as accepted, retrying after refusals."""
     rng = random.Random(f"{number} {until}")
     results = phase.results.setdefault(HOSTILE, [])
     while (left := until - time.monotonic()) > 0:
@@ -135,7 +135,7 @@ async def run_phase(url: str, options: argparse.Namespace, phase: Phase, *, floo
 
 
 def tenants() -> list[str]:
-    """Return the names, and keys, of those who mean well."""
+    """Return the names, which are also the keys, of the well-behaved tenants."""
     return [f"tenant-{number}" for number in range(OTHERS)]
 
 
@@ -148,7 +148,7 @@ def key_file(directory: Path, *, one_name: bool) -> Path:
 
 
 def report(console: Console, phases: dict[str, Phase]) -> float:
-    """Print what came of the phases; return how many times longer the p99 became."""
+    """Print the results; return the ratio of the flooded to the calm p99."""
     table = Table("phase", "tenant", "requests", "failed", "refused", "p50 ms", "p90 ms", "p99 ms")
     p99 = []
     for name, phase in phases.items():
@@ -169,7 +169,7 @@ def report(console: Console, phases: dict[str, Phase]) -> float:
 
 
 def add_row(table: Table, name: str, who: str, phase: Phase, of: Sequence[str]) -> None:
-    """Add what became of the requests of some tenants."""
+    """Add a row for the requests of some tenants."""
     times = phase.first_tokens(of)
     count = sum(len(phase.results.get(each, ())) for each in of)
     refused = sum(phase.refused[each] for each in of)

@@ -170,6 +170,10 @@ class LocalEngine:
         return self._core.setup.images
 
     @property
+    def wants_whole_images(self) -> bool:
+        return self._core.setup.whole_images
+
+    @property
     def num_slots(self) -> int:
         return self._core.setup.max_num_seqs
 

@@ -1,1 +1,1 @@
-"""Hostile clients: what one request of anybody may cost a server, measured from outside."""
+"""Hostile clients: what a single client's requests can cost a server, measured from outside."""

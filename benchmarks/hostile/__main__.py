@@ -1,11 +1,11 @@
-"""Attacks a server of its own in every way it knows and prints what each attack cost.
+"""Runs all attacks against its own server, and prints the cost of each.
 
     python -m benchmarks.hostile
     python -m benchmarks.hostile --only connections costly
     python -m benchmarks.hostile --only fields --part 3/20
     python -m benchmarks.hostile --share 0.1 -- --max-body-bytes 1000000
 
-Ends with status 1 if a bound was exceeded. What follows `--` are flags of the server.
+Exits with status 1 if a bound was exceeded. Arguments after `--` are flags of the server.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from benchmarks.hostile.operations import OPERATIONS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
 _TELL_EVERY = 10.0
-"""Seconds between lines of progress where there is no terminal to show it."""
+"""Seconds between progress lines without a terminal."""
 
 
 def table(trial: Trial) -> Table:
-    """Return what each attack came to, the exceeded bounds last in its row."""
+    """Return the results of all attacks, with exceeded bounds in the last column."""
     found = Table(
         "attack", "answer", "body", "memory", "loop", "probe", "others' gaps", "exceeded",
         title=f"bounds: {MEMORY_BOUND >> 20} MB beyond the body, {STALL_BOUND * 1e3:.0f} ms of the "
@@ -41,7 +41,7 @@ def table(trial: Trial) -> Table:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """Return (K, N) of "K/N"."""
+    """Parse "K/N" into (K, N)."""
     which, _, number = text.partition("/")
     if not (which.isdecimal() and number.isdecimal() and 1 <= int(which) <= int(number)):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
@@ -49,7 +49,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Parse the arguments, attack, print."""
+    """Parse the arguments, run the attacks, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     kinds = (
         *("fields", "admin", "costly", "patterns", "grammars", "large", "kept", "shown", "gaps"),

@@ -1,7 +1,7 @@
-"""Bodies with the largest, deepest and most numerous values, made up from the OpenAPI document.
+"""Bodies with extreme values, generated from the OpenAPI document.
 
-Every field of every operation gets values at its bounds, beyond them, and of the wrong kind, one
-field at a time in a body that is right otherwise; a new field or endpoint needs nothing here.
+Every field of every operation gets values at its bounds, beyond them, and of wrong types, one field
+at a time in an otherwise valid body; new fields and endpoints are covered automatically.
 """
 
 import functools
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 Schema = dict[str, Any]
 
 LARGE = 3 * 2**20
-"""Bytes of the bodies that are meant to be large; the server's own bound is not much higher."""
+"""Size of large bodies in bytes, slightly below the server's limit."""
 DEEP = 20_000
-"""Levels of nested arrays and objects."""
+"""Nesting depth of arrays and objects."""
 _LEVELS = 4
-"""How deep fields within fields are looked for."""
+"""Maximum depth of fields within fields."""
 
 _NUMBERS = ["-1", "0", "1e308", "-1e308", "1e-320", "true", '"1"']
 _INTEGERS = [
@@ -34,30 +34,30 @@ class Body(NamedTuple):
     """One request body."""
 
     name: str
-    """The field and what is wrong with it, e.g. `messages[].content: 3145728 characters`."""
+    """The field and its value, e.g. `messages[].content: 3145728 characters`."""
     parts: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """JSON, or something that is meant to look like it."""
+        """JSON, or text that resembles it."""
         return "".join(self.parts)
 
 
 Value = tuple[str, ...]
-"""JSON text in pieces, put together where it is sent: most are megabytes, and few may be sent."""
+"""JSON text in pieces, joined when sent: most are megabytes, and only some may be sent."""
 
 
 def bodies(schema: Schema, document: Schema, rights: Sequence[dict[str, Any]]) -> Iterator[Body]:
-    """Yield bodies for an operation whose requests look like `schema`.
+    """Yield bodies for an operation with this request schema.
 
     Args:
-        schema: of the operation's body, with references into the document.
+        schema: schema of the operation's body, with references into the document.
         document: the OpenAPI document.
-        rights: bodies that the operation accepts, as small as possible: at least one for each
-            variant of the schema, which has all its fields.
+        rights: minimal bodies that the operation accepts: at least one for each variant of the
+            schema, whose fields it has.
 
     Raises:
-        ValueError: a variant has none.
+        ValueError: a variant has no such body.
     """
     for name, value in _values(schema, document, _LEVELS):
         if not name:
@@ -72,7 +72,7 @@ def bodies(schema: Schema, document: Schema, rights: Sequence[dict[str, Any]]) -
 
 
 def _of_fields(fields: Schema, document: Schema, right: dict[str, Any]) -> Iterator[Body]:
-    """Yield the right body with each field's worst values in turn."""
+    """Yield the valid body with each field's extreme values in turn."""
     for field, of_field in fields.items():
         rest = json.dumps({key: value for key, value in right.items() if key != field})[1:-1]
         comma = ", " if rest else ""
@@ -84,7 +84,7 @@ def _of_fields(fields: Schema, document: Schema, right: dict[str, Any]) -> Itera
 
 
 def _variants(schema: Schema) -> list[Schema]:
-    """Return the schemas that this one is made of, if it is."""
+    """Return the alternatives that a schema consists of, if any."""
     return schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
 
 
@@ -98,7 +98,7 @@ def _resolve(schema: Schema, document: Schema) -> Schema:
 
 
 def _values(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, Value]]:
-    """Yield (where in the field, its value)."""
+    """Yield (path within the field, value)."""
     schema = _resolve(schema, document)
     variants = _variants(schema)
     if variants:
@@ -121,7 +121,7 @@ def _values(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str
 
 @functools.cache
 def _wrong() -> list[str]:
-    """Values that few fields take: of each kind one, and three that are too much of one."""
+    """Values that most fields reject: empty ones of each type, and three oversized ones."""
     many = LARGE // 2
     return [
         "[]",
@@ -216,7 +216,7 @@ def _large_objects() -> list[str]:
 
 
 def _simple(schema: Schema, document: Schema) -> str:
-    """Return a small value that fits a schema."""
+    """Return a small value that matches a schema."""
     schema = _resolve(schema, document)
     variants = _variants(schema)
     if variants:

@@ -1,10 +1,10 @@
-"""Plain streams beside an attack, in a process of their own: how long their tokens take.
+"""Token gaps of plain streams during an attack, measured in a separate process.
 
     python -m benchmarks.hostile.bystanders http://127.0.0.1:8000 4
 
-Streams until it is told to stop by the end of its standard input, and then writes JSON: how many
-streams were complete, how many were not, and a list of [when, gap] in seconds of the monotonic
-clock, which all processes of a machine share.
+Streams until its standard input ends, then writes JSON: the number of complete streams, the number
+of incomplete ones, and a list of [time, gap] in seconds of the monotonic clock, which all processes
+of a machine share.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ _BODY = json.dumps(
 
 
 class Bystanders:
-    """Streams in a process of their own while the block runs."""
+    """Runs streams in a separate process during a block."""
 
     def __init__(self, url: str, count: int, key: str | None = None) -> None:
         self._command = [sys.executable, "-m", "benchmarks.hostile.bystanders", url, str(count)]
         if key is not None:
             self._command.append(key)
         self.gaps: list[tuple[float, float]] = []
-        """When a token came, and how long after the one before; known after the block."""
+        """Arrival time of each token and gap to the previous one; set after the block."""
         self.complete = 0
-        """Streams that came to their end."""
+        """Number of streams that completed."""
         self.broken = 0
-        """Streams that ended before, or were refused."""
+        """Number of streams that broke off or were refused."""
 
     def __enter__(self) -> "Bystanders":
         self._process = subprocess.Popen(
@@ -54,11 +54,11 @@ class Bystanders:
         self.gaps = [(when, gap) for when, gap in gaps]
 
     def between(self, began: float, ended: float) -> list[float]:
-        """Return the gaps of the tokens that came in a time."""
+        """Return the gaps of tokens that arrived in an interval."""
         return [gap for when, gap in self.gaps if began <= when <= ended]
 
     def median_between(self, began: float, ended: float) -> float | None:
-        """Return the median gap of tokens that came in a time; None if there were under ten."""
+        """Return the median gap of tokens in an interval; None if there are under ten."""
         found = self.between(began, ended)
         return median(found) if len(found) >= 10 else None
 

@@ -1,7 +1,7 @@
-"""Clients that are hostile by how they send and read, not by what their JSON says.
+"""Clients that are hostile in how they send and read, not in their JSON.
 
-Each function attacks a server at (host, port), ends by itself within seconds, and returns what
-came of it in a few words.
+Each function attacks a server at (host, port), ends by itself within seconds, and returns a short
+description of the outcome.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ Address = tuple[str, int]
 Attack = Callable[[Address], str]
 
 _LOOK = 0.05
-"""Seconds between looks at whether an exchange is over."""
+"""Seconds between checks whether an exchange is over."""
 _PATIENCE = 8.0
-"""Seconds after which an attack that the server lets go on ends by itself."""
+"""Seconds after which an attack ends even if the server does not stop it."""
 FOOLED = "fooled:"
-"""How the words of an attack begin that got what it must not get."""
+"""Prefix of the outcome of an attack that got something it must not get."""
 _JSON_HEAD = "POST {path} HTTP/1.1\r\nHost: swell\r\nContent-Type: application/json\r\n"
 
 
@@ -38,22 +38,22 @@ def _head(path: str, *headers: str) -> bytes:
 
 
 def request(path: str, body: bytes, *headers: str) -> bytes:
-    """Return a POST request with a JSON body as it is sent."""
+    """Return the bytes of a POST request with a JSON body."""
     return _head(path, f"Content-Length: {len(body)}", *headers) + body
 
 
 def exchange(
     address: Address, wire: bytes, timeout: float = 30.0, over: threading.Event | None = None
 ) -> tuple[int, bytes]:
-    """Send a request on a new connection and read the whole answer, or hang up once it is `over`.
+    """Send a request on a new connection and read the answer; disconnect once `over` is set.
 
     Returns:
-        Its status, 0 if there was none, and what came after its head.
+        Its status, 0 if there was none, and the data after its head.
     """
     data = b""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout) as connection:
         connection.settimeout(timeout)
-        # A server that answers early closes while the rest is still being sent.
+        # A server that answers early closes the connection during the send.
         with contextlib.suppress(OSError):
             connection.sendall(wire)
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def _complete(data: bytes) -> bool:
 
 
 def _stream_of(address: Address, first: bytes, piece: bytes, most: int) -> str:
-    """Send `first`, then `piece` again and again until the server ends it, or `most` bytes."""
+    """Send `first`, then `piece` repeatedly until the server closes, up to `most` bytes."""
     sent, began = 0, time.monotonic()
     with socket.create_connection(address, 5) as connection:
         connection.settimeout(1)
@@ -100,36 +100,36 @@ def _stream_of(address: Address, first: bytes, piece: bytes, most: int) -> str:
 
 
 def trailers(address: Address) -> str:
-    """Send header lines after the last chunk without end."""
+    """Send endless header lines after the last chunk."""
     first = _head("/v1/completions", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n"
     return _stream_of(address, first, b"x-a: b\r\n" * 8192, 64 << 20)
 
 
 def one_trailer(address: Address) -> str:
-    """Send one header line after the last chunk that does not end."""
+    """Send an endless header line after the last chunk."""
     first = _head("/v1/completions", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\nx-a: "
     return _stream_of(address, first, b"b" * 65536, 64 << 20)
 
 
 def chunk_extensions(address: Address) -> str:
-    """Send a chunk whose extension does not end."""
+    """Send a chunk with an endless extension."""
     first = _head("/v1/completions", "Transfer-Encoding: chunked") + b"2;x="
     return _stream_of(address, first, b"y" * 65536, 64 << 20)
 
 
 def tiny_chunks(address: Address) -> str:
-    """Send a body of one byte per chunk."""
+    """Send a body in one-byte chunks."""
     first = _head("/v1/completions", "Transfer-Encoding: chunked") + b'1\r\n"\r\n'
     return _stream_of(address, first, b"1\r\na\r\n" * 8192, 32 << 20)
 
 
 def long_head(address: Address) -> str:
-    """Send header lines without end."""
+    """Send endless header lines."""
     return _stream_of(address, b"GET / HTTP/1.1\r\n", b"x-a: b\r\n" * 8192, 16 << 20)
 
 
 def pipeline(address: Address) -> str:
-    """Send requests without waiting for any answer, and read none."""
+    """Send requests without reading any answers."""
     body = b'{"prompt": "ROMEO:", "max_tokens": 1}'
     return _stream_of(address, b"", request("/v1/completions", body) * 200, 16 << 20)
 
@@ -139,31 +139,31 @@ _HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: swell\r\n\r\n"
 
 
 def upgrade_of_a_body(address: Address) -> str:
-    """Hide a request in a body behind an offer of another protocol."""
+    """Hide a request in a body behind a protocol upgrade."""
     return _hidden(address, request("/nowhere", _HIDDEN, *_UPGRADE))
 
 
 def upgrade_of_chunks(address: Address) -> str:
-    """Hide a request in a chunk behind such an offer."""
+    """Hide a request in a chunk behind a protocol upgrade."""
     head = _head("/nowhere", "Transfer-Encoding: chunked", *_UPGRADE)
     return _hidden(address, b"%s%x\r\n%s\r\n0\r\n\r\n" % (head, len(_HIDDEN), _HIDDEN))
 
 
 def upgrade_without_a_body(address: Address) -> str:
-    """Send what another protocol would be after such an offer."""
+    """Send data of the other protocol after a protocol upgrade."""
     head = _head("/nowhere", *_UPGRADE).replace(b"POST", b"GET")
     return _hidden(address, head, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
 
 def upgrade_pipeline(address: Address) -> str:
-    """Send such offers without waiting for any answer, and read none."""
+    """Send protocol upgrades without reading any answers."""
     body = b'{"prompt": "ROMEO:", "max_tokens": 1}'
     wire = request("/v1/completions", body, *_UPGRADE)
     return _stream_of(address, b"", wire * 200, 16 << 20)
 
 
 def _hidden(address: Address, wire: bytes, after: bytes = b"") -> str:
-    """Send a request that hides another and one more; say if there are not two answers, or one."""
+    """Send a request that hides another, then one more; report the number of answers."""
     last = b"GET /health HTTP/1.1\r\nHost: swell\r\nConnection: close\r\n\r\n"
     data = b""
     with contextlib.suppress(OSError), socket.create_connection(address, 30) as connection:
@@ -177,7 +177,7 @@ def _hidden(address: Address, wire: bytes, after: bytes = b"") -> str:
 
 
 def unfinished_uploads(address: Address, count: int = 16, size: int = 60 << 20) -> str:
-    """Declare large bodies, send all of each but its end, and wait."""
+    """Declare large bodies, send all but the end of each, and wait."""
     ends: Counter[str] = Counter()
     piece = b"a" * (1 << 20)
     with contextlib.ExitStack() as stack:
@@ -201,12 +201,12 @@ def unfinished_uploads(address: Address, count: int = 16, size: int = 60 << 20) 
                 ends["cut off"] += 1
             else:
                 ends["taken"] += 1
-        time.sleep(0.2)  # what was taken is held now
+        time.sleep(0.2)  # accepted data is buffered now
     return _told(ends)
 
 
 def abandoned_uploads(address: Address) -> str:
-    """Hang up in the middle of bodies."""
+    """Disconnect in the middle of bodies."""
     for size in range(200):
         with contextlib.suppress(OSError), socket.create_connection(address, 5) as connection:
             wire = request("/v1/chat/completions", b'{"messages": [' + b"0," * 5000 + b"0]}")
@@ -215,7 +215,7 @@ def abandoned_uploads(address: Address) -> str:
 
 
 def answered_early(address: Address, count: int = 200) -> str:
-    """Have unfinished bodies refused early, then send a byte now and then."""
+    """Have unfinished bodies refused early, then drip bytes."""
     first = _head("/nowhere", "Content-Length: 100000") + b"{"
     return _held_open(address, [first] * count, b" ")
 
@@ -226,14 +226,14 @@ def slow_heads(address: Address, count: int = 200) -> str:
 
 
 def idle_connections(address: Address, count: int = 1100) -> str:
-    """Open connections and say nothing."""
+    """Open connections and send nothing."""
     with _connections(address, count) as connections:
         status, _ = exchange(address, b"GET /health HTTP/1.1\r\nHost: swell\r\n\r\n", 10)
         return f"{len(connections)} opened, beside them {status or 'nothing'}"
 
 
 def _held_open(address: Address, firsts: list[bytes], drip: bytes) -> str:
-    """Open a connection per first bytes, send a little more every half second; count who stays."""
+    """Open a connection per `firsts` entry, drip every half second; count those that stay open."""
     with _connections(address, len(firsts)) as connections:
         for connection, first in zip(connections, firsts, strict=False):
             with contextlib.suppress(OSError):
@@ -274,7 +274,7 @@ def _connections(address: Address, count: int) -> Iterator[list[socket.socket]]:
 
 
 def slow_readers(address: Address, count: int = 16) -> str:
-    """Ask for long streams with much in each chunk and read none of it."""
+    """Request long streams with large chunks, and do not read them."""
     body = (
         b'{"prompt": "ROMEO:", "max_tokens": 400, "stream": true, "ignore_eos": true, '
         b'"logprobs": 5, "n": 4}'
@@ -285,12 +285,12 @@ def slow_readers(address: Address, count: int = 16) -> str:
             with contextlib.suppress(OSError):
                 connection.sendall(request("/v1/completions", body))
         wait_for_first_bytes(connections)
-        time.sleep(2)  # what the engines write piles up meanwhile
+        time.sleep(2)  # the engines' output accumulates meanwhile
     return f"{count} streams of four choices"
 
 
 def wait_for_first_bytes(connections: list[socket.socket]) -> None:
-    """Wait until something has come on each connection, at most some seconds."""
+    """Wait until data has arrived on each connection, at most some seconds."""
     deadline, waiting = time.monotonic() + _PATIENCE, len(connections)
     with selectors.DefaultSelector() as selector:
         for connection in connections:
@@ -302,7 +302,7 @@ def wait_for_first_bytes(connections: list[socket.socket]) -> None:
 
 
 def hang_ups(address: Address) -> str:
-    """Ask for long streams and hang up at once, many times."""
+    """Request long streams and disconnect immediately, many times."""
     body = b'{"prompt": "ROMEO:", "max_tokens": 400, "stream": true, "ignore_eos": true}'
     for _ in range(300):
         with contextlib.suppress(OSError), socket.create_connection(address, 5) as connection:

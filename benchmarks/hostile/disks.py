@@ -1,4 +1,4 @@
-"""File systems that are full, and what a server on one answers then."""
+"""Full file systems, and the answers of a server on one."""
 
 import contextlib
 import errno
@@ -16,12 +16,12 @@ from benchmarks.running_stack import RunningStack
 
 _REQUESTS = 400
 _METADATA = {str(number): "x" * 512 for number in range(16)}
-"""8 KiB, the most that a response keeps without costing an engine anything."""
+"""8 KiB, the maximum that a response stores without engine work."""
 
 
 @contextlib.contextmanager
 def small_disk(at: Path, megabytes: int = 4) -> Iterator[Path]:
-    """Mount a file system of this size, which only root can do.
+    """Mount a file system of this size; requires root.
 
     Raises:
         OSError: it cannot be mounted here.
@@ -38,7 +38,7 @@ def small_disk(at: Path, megabytes: int = 4) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Fill a file system to the last byte; return the file that does."""
+    """Fill a file system to the last byte; return the file that fills it."""
     path = disk / "fill"
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
@@ -53,10 +53,10 @@ def fill(disk: Path) -> Path:
 
 
 def full_disk() -> tuple[str, list[str]]:
-    """Keep responses on a disk of 4 MB until it is full, then fill it; a new engine joins.
+    """Store responses on a 4 MB disk until it is full, then fill it; a new engine joins.
 
     Returns:
-        What came of it, and what should not have.
+        The outcome, and any problems.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -81,7 +81,7 @@ def full_disk() -> tuple[str, list[str]]:
 
 
 def _keep(url: str) -> Counter[str]:
-    """Have responses kept and ask for each; return how often each thing happened."""
+    """Store and read responses; return counts of the outcomes."""
     found: Counter[str] = Counter()
     body = {"input": "hi", "max_output_tokens": 1, "store": True, "metadata": _METADATA}
     for _ in range(_REQUESTS):

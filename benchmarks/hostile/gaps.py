@@ -1,4 +1,4 @@
-"""How much longer the tokens of plain streams take while a request is computed beside them."""
+"""Slowdown of plain streams' tokens while another request is computed."""
 
 import json
 import threading
@@ -11,24 +11,24 @@ from benchmarks.hostile.connections import address_of, exchange, request
 
 NUM_STREAMS = 4
 _SETTLING = 0.2
-"""Seconds after a request begins or ends that are not counted."""
+"""Seconds to ignore after a request begins or ends."""
 
 
 def slowdown(
     url: str, body: dict[str, Any], *, rounds: int, seconds: float, path: str = "/v1/completions"
 ) -> float:
-    """Return the median gap of streams' tokens with a request beside them, by that without.
+    """Return the ratio of streams' median token gaps with and without another request.
 
-    Both are measured in turn, and the median of the rounds counts: what else the machine does meets
-    both. It is infinite if streams stood still in most rounds. The request is sent again as long as
-    its turn lasts, and cut off at the end of it.
+    Both are measured alternately, and the median over the rounds counts, since other load affects
+    both. It is infinite if streams stalled in most rounds. The request is repeated during its
+    intervals, and cut off at their end.
 
     Args:
-        url: of the server, which must do nothing else.
-        body: of the request.
-        rounds: turns of each kind.
-        seconds: how long each lasts.
-        path: where it is sent.
+        url: server URL; it must be otherwise idle.
+        body: request body.
+        rounds: number of intervals of each kind.
+        seconds: duration of each interval.
+        path: request path.
     """
     place = address_of(url)
     wire = request(path, json.dumps(body).encode())
@@ -51,7 +51,7 @@ def slowdown(
             beside.median_between(began, calm),
             beside.median_between(attacked, ended),
         )
-        if without is None or beside_it is None:  # the streams stood still
+        if without is None or beside_it is None:  # the streams stalled
             ratios.append(float("inf"))
         else:
             ratios.append(beside_it / without)
@@ -59,7 +59,7 @@ def slowdown(
 
 
 class _Repeated:
-    """A request that is sent again whenever it was answered."""
+    """A request that is repeated whenever it is answered."""
 
     def __init__(self, address: tuple[str, int], wire: bytes) -> None:
         self._address, self._wire = address, wire

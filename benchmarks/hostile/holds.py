@@ -1,11 +1,11 @@
-"""Which hostile requests hold the event loop of a front end in this process the longest.
+"""Finds the hostile requests that block a front end's event loop the longest.
 
     python -m benchmarks.hostile.holds
     python -m benchmarks.hostile.holds --fields 25 --top 40
 
-Unlike the other trials it counts processor time of the loop's thread, from one turn of the loop to
-the next, so that what else the machine does matters little. Requests reach the endpoints without
-HTTP and nothing is kept: what connections and the store cost is not in it.
+Unlike the other trials, it measures CPU time of the loop's thread between iterations, so other load
+hardly matters. It runs the front end in this process and calls endpoints without HTTP or a store,
+so the costs of connections and the store are excluded.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from engine.shared.own_process import settle_heap
 from swell import AsyncLLM
 
 ATTEMPTS = 2
-"""How often each request is sent; the shortest of its longest holds counts."""
+"""Attempts per request; the minimum over attempts of the longest hold counts."""
 _PATIENCE = 30.0
 _NOTHING_KEPT = {"response_id": "resp_none", "conversation_id": "conv_none"}
 
 
 class LoopWatch:
-    """Has a turn in each iteration of the event loop, and knows the longest of them."""
+    """Runs in each iteration of the event loop, and records the longest iteration."""
 
     def __init__(self) -> None:
         self.longest = 0.0
-        """Processor seconds of the loop's thread."""
+        """CPU seconds of the loop's thread."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -54,7 +54,7 @@ class LoopWatch:
 
 
 async def ask(app: FastAPI, path: str, body: bytes | None) -> tuple[int, bytes]:
-    """Send a request, GET where there is no body; return status and body of its answer."""
+    """Send a request, GET if there is no body; return the status and body of the answer."""
     path, _, query = path.partition("?")
     status, parts = 0, []
     given = iter([{"type": "http.request", "body": body or b"", "more_body": False}])
@@ -110,7 +110,7 @@ async def holds_of(
 def hostile_requests(
     document: dict[str, Any], every: int, only: str
 ) -> Iterator[tuple[str, str, bytes | None]]:
-    """Yield (name, path, body) of the worst bodies, or of `every` so manyth value of a field."""
+    """Yield (name, path, body) of the costliest bodies, or every `every`-th value of a field."""
     if every:
         served = [each for each in OPERATIONS.values() if each.path in document["paths"]]
         for number, (path, of_field) in enumerate(field_attacks(served, document, _NOTHING_KEPT)):
@@ -131,16 +131,16 @@ def hostile_requests(
 
 
 async def measure(every: int, only: str) -> list[tuple[float, int, str]]:
-    """Serve the bundled model in this process, send everything, and return what it cost."""
+    """Serve the bundled model in this process, send everything, and return the costs."""
     async with await AsyncLLM.start() as llm:
         _, document = await ask(llm.app, "/openapi.json", None)
-        settle_heap()  # as a front end does
+        settle_heap()  # like a front end
         requests = hostile_requests(msgspec.json.decode(document), every, only)
         return sorted(await holds_of(llm.app, requests), reverse=True)
 
 
 def main() -> None:
-    """Parse the arguments, measure, print."""
+    """Parse the arguments, measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="requests with this in the name")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Requests for vectors and scores that are as costly as they are taken."""
+"""Requests for vectors and scores that are as costly as the server accepts."""
 
 import json
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ RIGHT_INPUTS: dict[str, dict[str, Any]] = {
     "/score": {"text_1": "What news?", "text_2": ["None", "Good"]},
     "/rerank": {"query": "What news?", "documents": ["None", {"text": "Good"}]},
 }
-"""A request for each path that is answered."""
+"""A minimal valid request for each path."""
 
 
 def costly_inputs() -> Iterator[Request]:
-    """Yield requests whose inputs are as many and as long as they may be, or more."""
+    """Yield requests with inputs at or above the limits of number and length."""
     share = SIZE // MAX_PROMPTS - 16
     tokens = MAX_INPUT_TOKENS // MAX_PROMPTS
     bodies: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Requests that name little, and go on with as much as a server keeps for anybody."""
+"""Short requests that continue from the maximum that a server stores."""
 
 import functools
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
 _TURN = {"role": "user", "content": ""}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}
 _ITEM_BYTES = 128
-"""About what an item without any text takes where it is kept."""
+"""Approximate stored size of an item without text."""
 
 
 class Kept(NamedTuple):
-    """A request about what is kept; without a body it is a GET."""
+    """A request that refers to stored content; GET if there is no body."""
 
     name: str
     path: str
@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
 
 def kept_requests(ask: Ask) -> Iterator[Kept]:
-    """Have things kept, as large as they may be; yield what is asked about each."""
+    """Store content of maximum size; yield requests that refer to it."""
     for name, made in (
         ("many turns in a conversation", functools.partial(_conversation, ask, "")),
         ("long turns in a conversation", functools.partial(_conversation, ask, "a " * 50_000)),
@@ -45,7 +45,7 @@ def _asked(name: str, body: dict[str, Any]) -> Iterator[Kept]:
 
 
 def _conversation(ask: Ask, text: str) -> str:
-    """Fill a conversation with turns; return its name."""
+    """Fill a conversation with turns; return its id."""
     name: str = ask("/v1/conversations", {})["id"]
     turns = [{**_TURN, "content": text}] * MAX_ADDED_ITEMS
     number = min(MAX_MESSAGES, MAX_KEPT_LENGTH // (len(text) + _ITEM_BYTES) - 1)
@@ -55,7 +55,7 @@ def _conversation(ask: Ask, text: str) -> str:
 
 
 def _chain(ask: Ask) -> str:
-    """Make responses that each go on with the one before; return the last one's name."""
+    """Create a chain of responses; return the last one's id."""
     previous: dict[str, str] = {}
     turns = [_TURN] * (MAX_MESSAGES // 8)
     for _ in range(MAX_MESSAGES // (len(turns) + 1)):  # each has an answer, too

@@ -1,4 +1,4 @@
-"""Bodies as large as they are taken, full of what is cheap to send and dear to hold."""
+"""Bodies of maximum size, full of values that are cheap to send and expensive to hold."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from benchmarks.hostile.requests import Request
 from server.limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, MAX_MESSAGES
 
 SIZE = 4 * 2**20
-"""Bytes of a body, the server's own limit."""
+"""Size of a body in bytes, the server's limit."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -23,7 +23,7 @@ _MESSAGE = b'{"role":"user","content":""},'
 
 
 def large_requests() -> Iterator[Request]:
-    """Yield each body for every path, and texts that no model holds to be tokenized."""
+    """Yield each body for every path, and texts too long for any model to be tokenized."""
     for name, body in _bodies().items():
         for path in PATHS:
             yield Request(f"{path} {name}", path, body)
@@ -32,7 +32,7 @@ def large_requests() -> Iterator[Request]:
 
 
 def _filled(start: bytes, piece: bytes, end: bytes, count: int = SIZE) -> bytes:
-    """Return a body of so many pieces, or of as many as the limit of bodies lets in."""
+    """Return a body of `count` pieces, or as many as the size limit allows."""
     count = min(count, (SIZE - len(start) - len(end)) // len(piece) - 1)
     return start + piece * count + piece.rstrip(b",") + end
 

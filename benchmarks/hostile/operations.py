@@ -1,4 +1,4 @@
-"""The operations whose fields are attacked, with small bodies that each of them accepts."""
+"""Operations whose fields are attacked, with minimal valid bodies for each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,19 +18,19 @@ _POOLING = RIGHT_INPUTS | {
     "/v1/rerank": RIGHT_INPUTS["/rerank"],
     "/v2/rerank": RIGHT_INPUTS["/rerank"],
 }
-"""What only models that pool answer."""
+"""Operations of pooling models only."""
 
 
 class Operation(NamedTuple):
-    """A path as the OpenAPI document names it, and right bodies for it.
+    """A path of the OpenAPI document, and valid bodies for it.
 
-    `{response_id}` and `{conversation_id}` stand for something that the server keeps.
+    `{response_id}` and `{conversation_id}` are placeholders for stored objects.
     """
 
     path: str
     rights: tuple[dict[str, Any], ...]
     pools: bool = False
-    """Whether it is for models that pool, and for no others."""
+    """Whether it is only for pooling models."""
 
 
 OPERATIONS = {
@@ -64,7 +64,7 @@ OPERATIONS = {
         *(Operation(path, (right,), pools=True) for path, right in _POOLING.items()),
     )
 }
-"""By path. A test holds them and `ADMIN_OPERATIONS` against all that a server has."""
+"""By path. A test compares them and `ADMIN_OPERATIONS` with all operations of a server."""
 
 ADMIN_OPERATIONS = {
     operation.path: operation
@@ -107,14 +107,14 @@ ADMIN_OPERATIONS = {
         Operation("/admin/utilities", ({"name": "is_sleeping", "arguments": {}, "rank": 0},)),
     )
 }
-"""What only a holder of the admin key may ask for, by path."""
+"""Operations that require the admin key, by path."""
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 """Sends a body to a path; returns the answer."""
 
 
 def keep_something(ask: Ask) -> dict[str, str]:
-    """Have a server keep a response and a conversation; return what to put for their names."""
+    """Store a response and a conversation; return the values of the placeholders."""
     return {
         "response_id": ask("/v1/responses", _RESPONSE)["id"],
         "conversation_id": ask("/v1/conversations", {"items": _HI})["id"],
@@ -122,7 +122,7 @@ def keep_something(ask: Ask) -> dict[str, str]:
 
 
 def named(body: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a right body with the names of what is kept in their places."""
+    """Return a valid body with placeholders replaced by the ids of stored objects."""
     return {
         field: value.format(**names) if isinstance(value, str) else value
         for field, value in body.items()

@@ -1,4 +1,4 @@
-"""Two tenants in each queue before the engines: how long one waits for the work of the other."""
+"""Measures how long one tenant waits for another's work in each queue before the engines."""
 
 import json
 import multiprocessing
@@ -13,8 +13,8 @@ from benchmarks.running_stack import RunningStack
 from server.limits import MAX_TEMPLATE_SECONDS
 
 MAX_WAIT = MAX_TEMPLATE_SECONDS + 1.0
-"""Seconds by which one tenant's work may delay another's: a template that loops is ended first, and
-another process started for the next one."""
+"""Maximum seconds by which one tenant's work can delay another's: a looping template is aborted
+first, and a new process started for the next one."""
 _GREEDY, _OTHER = "key-of-the-greedy", "key-of-the-other"
 _BEFORE, _PATIENCE = 0.5, 120.0
 
@@ -24,7 +24,7 @@ _LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 
 class Queue(NamedTuple):
-    """What one tenant asks for many times, and another once."""
+    """A request that one tenant sends many times, and another once."""
 
     name: str
     path: str
@@ -38,7 +38,7 @@ def _schema(number: int) -> dict[str, Any]:
 
 
 def _large_schema(number: int) -> dict[str, Any]:
-    """Return a request with a schema whose check would take ten seconds."""
+    """Return a request with a schema that would take ten seconds to validate."""
     properties: dict[str, Any] = {f"{number}_{each}": {} for each in range(9000)}
     patterns: dict[str, Any] = {f"^(a+)+{each}$": {} for each in range(60)}
     schema = {"properties": properties, "patternProperties": patterns}
@@ -91,7 +91,7 @@ def _seconds(address: Address, key: str, path: str, body: dict[str, Any]) -> tup
 
 
 def _flood(address: Address, queue: Queue, sent: Any, left: Any) -> None:
-    """Send all that the greedy tenant asks for, and count down what is not answered."""
+    """Send all requests of the greedy tenant, counting down unanswered ones."""
 
     def ask(body: dict[str, Any]) -> None:
         _seconds(address, _GREEDY, queue.path, body)
@@ -107,7 +107,7 @@ def _flood(address: Address, queue: Queue, sent: Any, left: Any) -> None:
 
 
 def waits(*flags: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield for each queue its name, what came of it, and what was wrong."""
+    """Yield for each queue its name, the outcome, and any problems."""
     spawned = multiprocessing.get_context("spawn")
     with RunningStack(
         "--api-server-count", "1", "--data-parallel-size", "1", "--log-level", "error",
@@ -117,11 +117,11 @@ def waits(*flags: str) -> Iterator[tuple[str, str, list[str]]]:
         address, front_end = address_of(stack.url), stack.processes()["api 0"].pid
         loop = f"{front_end}/task/{front_end}"
         for queue in QUEUES:
-            _seconds(address, _OTHER, queue.path, queue.other)  # loads what it needs
+            _seconds(address, _OTHER, queue.path, queue.other)  # warm up
             alone = min(_seconds(address, _OTHER, queue.path, queue.other)[0] for _ in range(3))
             sent, left = spawned.Event(), spawned.Value("i", len(queue.greedy))
             flood = spawned.Process(target=_flood, args=(address, queue, sent, left))
-            flood.start()  # apart, so that what it does with its answers delays nobody here
+            flood.start()  # in a separate process, so that reading its answers delays nothing here
             sent.wait(_PATIENCE)
             time.sleep(_BEFORE)
             waited = processor_waits(loop)

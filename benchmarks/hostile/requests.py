@@ -1,4 +1,4 @@
-"""Requests that are well-formed, small to send, and as costly as their fields allow."""
+"""Well-formed requests that are short, and as costly as their fields allow."""
 
 import json
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ _WORD = "ROMEO:"
 
 
 class Request(NamedTuple):
-    """One request, with what it is meant to exhaust."""
+    """One request, named after what it is meant to exhaust."""
 
     name: str
     path: str
@@ -30,13 +30,13 @@ def _nested(levels: int, opening: str, closing: str, inside: str = "") -> str:
 
 
 def chained_rules(count: int) -> str:
-    """Return a Lark grammar of rules that refer to one another, with costly terminal at its end."""
+    """Return a Lark grammar of rules that refer to one another, ending in a costly terminal."""
     rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
     return f"start: r0\n{rules}\nr{count}: /(a|b|ab|ba)*x(a|b){{200}}/"
 
 
 def costly_requests() -> list[Request]:
-    """Return requests whose price is in what they ask for, not in how large they are."""
+    """Return requests whose cost comes from their parameters, not from their size."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     deep = json.loads(_nested(300, '{"type": "array", "items": ', "}", '{"type": "null"}'))
     return [
@@ -58,7 +58,7 @@ NESTED_QUANTIFIERS = ["^(a+)+$", "^(a|a)*$", "(.*a){30}", "^(a?){60}a{60}$", "((
 
 
 def pattern_requests() -> list[Request]:
-    """Return patterns that backtracking engines take forever for, in every field that takes one."""
+    """Return patterns that make backtracking engines hang, in every field that accepts one."""
     found = []
     for pattern in NESTED_QUANTIFIERS:
         key = "a" * 60 + "!"
@@ -118,7 +118,7 @@ def pattern_requests() -> list[Request]:
 
 
 def grammar_requests() -> list[Request]:
-    """Return grammars by what they cost to read, to check and to follow."""
+    """Return grammars that are costly to parse, check or follow."""
     parts = {
         "optional letters": '("a")? ',
         "repeated letters": '("a")* ',
@@ -147,7 +147,7 @@ def grammar_requests() -> list[Request]:
 
 
 def long_requests() -> dict[str, dict[str, Any]]:
-    """Return completions that take an engine seconds, by what is much in them."""
+    """Return completions that take an engine seconds, by their costly parameter."""
     prompt = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
     body = {"prompt": _WORD, "max_tokens": 200, "ignore_eos": True}
     return {

@@ -1,13 +1,13 @@
-"""Random hostile requests of four keys beside eight honest streams, on two front ends and engines.
+"""Random hostile requests with four keys, while eight honest streams run, on two engines.
 
     python -m benchmarks.hostile.soak --minutes 10
 
-First the streams are measured in peace. Ends with status 1 if one of them was not complete, if the
-99th percentile of the gaps between their tokens is more than twice that in peace, or if a process
-was replaced. What follows `--` are flags of the server.
+The streams are first measured without attacks. Exits with status 1 if one was incomplete, if the
+99th percentile of token gaps more than doubles during the attack, or if a process was replaced.
+Arguments after `--` are flags of the server.
 
-Attackers are clients on machines of their own in real life: here they are one process that gives
-way to all others. On two cores it takes a fiftieth of one, so that the gaps are the server's.
+Real attackers run on their own machines; here they are one low-priority process. On two cores it
+gets a fiftieth of one, so that the gaps are the server's.
 """
 
 import argparse
@@ -44,15 +44,15 @@ from benchmarks.hostile.unread import leave_unread
 from benchmarks.running_stack import RunningStack
 
 GAP_BOUND = 2.0
-"""How many times as long the 99th percentile of honest gaps may be."""
+"""Maximum ratio of the 99th percentiles of honest gaps."""
 NUM_STREAMS, NUM_KEYS, AT_ONCE = 8, 4, 2
 _HONEST = "honest-key"
 _SETTLING = 2.0
 _NICE = 10
-"""Of the attackers."""
+"""Niceness of the attackers."""
 
 Send = Callable[[Address, str], str]
-"""Sends one hostile request with a header that authorizes it; returns what came of it."""
+"""Sends one hostile request with an authorization header; returns the outcome."""
 
 
 def _posts(found: Sequence[tuple[str, bytes]]) -> list[Send]:
@@ -63,7 +63,7 @@ def _posts(found: Sequence[tuple[str, bytes]]) -> list[Send]:
 
 
 def hostile_requests(address: Address, document: dict[str, Any]) -> dict[str, list[Send]]:
-    """Return everything that the other commands send one after the other, by kind."""
+    """Return all requests of the other attack kinds, by kind."""
 
     def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
         key = f"Authorization: Bearer {_HONEST}"
@@ -124,8 +124,8 @@ def _attack_together(
     over: Event,
     told: "Connection[Counter[str], Any]",
 ) -> None:
-    """Attack with each key until it is over, in this process, which gives way to all others."""
-    os.setsid()  # Linux may divide processors between sessions before it looks at niceness
+    """Attack with each key until `over` is set, in this process, at low priority."""
+    os.setsid()  # Linux may divide CPU time between sessions before it considers niceness
     os.nice(_NICE)
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
         file.write(str(_NICE))
@@ -146,7 +146,7 @@ def _p99(gaps: list[float]) -> float:
 
 
 def _unexpected(stack: RunningStack, before: dict[str, int]) -> list[str]:
-    """Return what became of the stack's processes, and what their log shows."""
+    """Return replaced processes of the stack, and tracebacks in its log."""
     now = {name: process.pid for name, process in stack.processes().items() if name in before}
     replaced = [name for name in before if now.get(name) != before[name]]
     found = [f"replaced: {', '.join(replaced)}"] if replaced else []
@@ -154,7 +154,7 @@ def _unexpected(stack: RunningStack, before: dict[str, int]) -> list[str]:
 
 
 def soak(minutes: float, peace: float, seed: int, flags: Sequence[str]) -> list[str]:
-    """Run it; print what came of it, and return what was wrong."""
+    """Run the soak; print the results, and return any problems."""
     kinds: dict[str, list[Send]] = {}
     with tempfile.TemporaryDirectory() as directory:
         keys = [f"hostile-key-{number}" for number in range(NUM_KEYS)]

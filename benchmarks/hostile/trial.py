@@ -1,4 +1,4 @@
-"""Puts hostile clients before a running server and measures what each costs it and others."""
+"""Runs hostile clients against a server and measures the cost of each to it and others."""
 
 import contextlib
 import functools
@@ -48,17 +48,17 @@ from benchmarks.running_stack import RunningStack
 from server.limits import MAX_UNSENT_OF_ONE
 
 MEMORY_BOUND = 64 << 20
-"""Bytes by which one request may grow a front end, beyond its own body."""
+"""Maximum bytes by which one request may grow a front end, beyond its own body."""
 STALL_BOUND = 0.1
-"""Seconds for which one request may keep a front end's event loop busy."""
+"""Maximum seconds for which one request may block a front end's event loop."""
 GAP_BOUND = 1.5
-"""How many times as long the gaps between other streams' tokens may be, in the median."""
+"""Maximum ratio of the median token gaps of other streams during and before an attack."""
 NUM_BYSTANDERS = 4
 ATTEMPTS = 8
-"""How often an attack that seems to hold the loop up is made: other work on the machine only ever
-adds to a stall, and one that the attack causes comes each time."""
+"""Attempts for an attack that seems to block the loop: other load only ever adds to a stall, while
+a stall caused by the attack recurs every time."""
 MORE_ATTEMPTS = 120.0
-"""Seconds in all that one trial spends on more attempts than these, as long as stalls go on."""
+"""Total seconds that a trial spends on further attempts while stalls recur."""
 _CALM_SECONDS = 4.0
 _GAP_ROUNDS, _GAP_SECONDS = 3, 1.5
 _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431, 503}
@@ -68,43 +68,42 @@ ADMIN_KEY = "of-the-operator"
 SHOWN = (
     "/", "/metrics", "/metrics/engine/0", "/status.json", "/openapi.json", "/docs", "/v1/models",
 )  # fmt: skip
-"""What is asked for without a body."""
+"""Paths fetched without a body."""
 
 
 _OBEYED = {
     ("/admin/scale", "data_parallel_size: 1024"),
     ("/scale_elastic_ep", "new_data_parallel_size: 1024"),
 }
-"""Bodies that are right, and would have a server start processes without end."""
+"""Valid bodies that would make a server start processes without end."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Row:
-    """What one attack came to."""
+    """Result of one attack."""
 
     name: str
     outcome: str
     size: int
-    """Bytes of the request's body; 0 where there is no single one."""
+    """Bytes of the request's body; 0 if there is no single one."""
     cost: Cost
     began: float
     ended: float
     wrong: list[str] = field(default_factory=list)
-    """Bounds that were exceeded, and answers that should not have come."""
+    """Exceeded bounds, and unexpected answers."""
     gap_ratio: float | None = None
-    """Median gap of other streams' tokens to that in calm; None if the attack was too short."""
+    """Ratio of other streams' median token gaps to those without attacks; None if too short."""
 
 
 class Trial:
-    """A server with one front end, streams beside it, and a row per attack.
+    """A server with one front end, bystander streams, and a row per attack.
 
     Args:
-        flags: of the server, beside those that the trial needs.
-        key: API key that the server asks for and the streams beside send; attacks do not have it
-            unless `with_key`.
-        bystanders: streams beside the attacks; without any, gaps are not measured.
+        flags: additional flags of the server.
+        key: API key of the server and the bystanders; attacks lack it unless `with_key`.
+        bystanders: number of streams during the attacks; with 0, gaps are not measured.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Trial:
     ) -> None:
         self.rows: list[Row] = []
         self.left: list[str] = []
-        """What was still in use a while after the last attack."""
+        """Resources still in use some time after the last attack."""
         self._more_attempts = MORE_ATTEMPTS
         self._key = key
         self._pools = "pooling" in flags
@@ -137,14 +136,14 @@ class Trial:
         self._watch = self._opened.enter_context(
             Watch(self._stack.url, self._processes["api 0"].pid)
         )
-        self._keep()  # first uses load and compile things
+        self._keep()  # warm up
         self._beside: Bystanders | None = None
         if self._num_bystanders:
             self._beside = self._opened.enter_context(
                 Bystanders(self._stack.url, self._num_bystanders, self._key)
             )
             self._calm_from = time.monotonic()
-            time.sleep(_CALM_SECONDS)  # the gaps without attacks are what the others are held to
+            time.sleep(_CALM_SECONDS)  # baseline for the gaps
             self._calm_until = time.monotonic()
         return self
 
@@ -164,13 +163,12 @@ class Trial:
         paths: Iterable[str] = tuple(OPERATIONS),
         part: tuple[int, int] = (1, 1),
     ) -> Iterator[str]:
-        """Send every field's worst values; yield how far it is with each.
+        """Send every field's extreme values; yield the progress after each.
 
         Args:
-            share: how many of them are sent, evenly spread.
-            paths: of the operations.
-            part: (K, N) for every N-th of these, beginning with the K-th: so that the values can be
-                sent in N runs.
+            share: fraction of the values to send, evenly spread.
+            paths: paths of the operations.
+            part: (K, N) for every N-th value, starting with the K-th, to send the values in N runs.
         """
         kept = self._keep()
         operations = [OPERATIONS[path] for path in paths]
@@ -178,7 +176,7 @@ class Trial:
         return self._worst_values(fitting, kept, share, part)
 
     def admin(self, share: float = 1.0) -> Iterator[str]:
-        """Send the worst values to what is the operator's, without the admin key and with it."""
+        """Send extreme values to the operator's endpoints, without the admin key and with it."""
         operations = [*ADMIN_OPERATIONS.values()]
         strangers = self._headers
         yield from self._worst_values(operations, {}, share)
@@ -212,7 +210,7 @@ class Trial:
                 self.rows.append(worst)
 
     def _keep(self) -> dict[str, str]:
-        """Send every right body once; return the names of what is kept."""
+        """Send every valid body once; return the ids of stored objects."""
         kept = {} if self._pools else keep_something(self._ask)
         for operation in OPERATIONS.values():
             if operation.pools or not self._pools:
@@ -222,7 +220,7 @@ class Trial:
         return kept
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Have a server do something before an attack that is about it."""
+        """Set up server state before an attack that uses it."""
         wire = self._as_owner(path, json.dumps(body).encode())
         status, answer = exchange(self._address, wire)
         assert status == 200, f"{path}: {answer.decode()}"
@@ -234,7 +232,7 @@ class Trial:
         return request(path, body, *headers)
 
     def costly(self) -> Iterator[str]:
-        """Send the requests that ask for much in few bytes."""
+        """Send short requests that are costly to serve."""
         return self._each(costly_requests())
 
     def patterns(self, share: float = 1.0) -> Iterator[str]:
@@ -242,21 +240,21 @@ class Trial:
         return self._each(_spread(pattern_requests(), share))
 
     def grammars(self) -> Iterator[str]:
-        """Send grammars that cost much to read, to check or to follow."""
+        """Send grammars that are costly to parse, check or follow."""
         return self._each(grammar_requests())
 
     def inputs(self) -> Iterator[str]:
-        """Send requests for vectors and scores at their most."""
+        """Send requests for vectors and scores at their limits."""
         for path, right in RIGHT_INPUTS.items():
             self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
         return self._each(costly_inputs())
 
     def large(self, share: float = 1.0) -> Iterator[str]:
-        """Send the bodies that are as large as they are taken."""
+        """Send bodies of maximum size."""
         return self._each(_spread(large_requests(), share))
 
     def kept(self) -> Iterator[str]:
-        """Go on with as much as the server keeps, and ask for it."""
+        """Continue from, and list, the maximum that the server stores."""
         for each in kept_requests(self._ask):
             if each.body is None:
                 self._ask_for(each.name, each.path)
@@ -271,7 +269,7 @@ class Trial:
             yield each.name
 
     def shown(self) -> Iterator[str]:
-        """Ask for what is shown without a body."""
+        """Fetch the paths of `SHOWN`."""
         for path in SHOWN:
             self._ask_for(f"GET {path}", path)
             yield path
@@ -281,7 +279,8 @@ class Trial:
         self.rows.append(self._exchange(name, 0, "\r\n".join(lines).encode()))
 
     def gaps(self) -> Iterator[str]:
-        """Measure what the requests that last cost other streams, in turn with and without them."""
+        """Measure the effect of long requests on other streams, alternating with and without
+        them."""
         for name, body in long_requests().items():
             began = time.monotonic()
             ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
@@ -292,11 +291,11 @@ class Trial:
             yield name
 
     def connections(self) -> Iterator[str]:
-        """Let the clients come that are hostile by how they send and read."""
+        """Run the clients that are hostile in how they send and read."""
         return self._each_of(ATTACKS)
 
     def upgrades(self) -> Iterator[str]:
-        """Hide requests behind offers of another protocol."""
+        """Hide requests behind protocol upgrades."""
         return self._each_of(UPGRADES)
 
     def _each_of(self, attacks: Iterable[Attack]) -> Iterator[str]:
@@ -309,15 +308,15 @@ class Trial:
             yield name
 
     def unread(self) -> Iterator[str]:
-        """Ask for large answers over many connections, and read none."""
+        """Request large answers on many connections, and read none."""
         for name, requests in unread_answers(self._ask, self._headers):
             leave = functools.partial(leave_unread, self._address, requests)
-            # Of all that one tenant asks for and leaves unread, a front end holds this much.
+            # a front end buffers this much unread data per tenant
             self.rows.append(self._measured(name, 0, leave, held=MAX_UNSENT_OF_ONE))
             yield name
 
     def disks(self) -> Iterator[str]:
-        """Fill the disk of a server of its own, which needs root."""
+        """Fill the disk of a separate server; requires root."""
         name, began = "full disk", time.monotonic()
         outcome, wrong = full_disk()
         nothing = Cost(0, 0.0, 0.0)
@@ -325,7 +324,7 @@ class Trial:
         yield name
 
     def queues(self) -> Iterator[str]:
-        """Fill each queue before the engines of a server of its own for one of two tenants."""
+        """In a separate server, fill each queue before the engines for one of two tenants."""
         began = time.monotonic()
         for name, outcome, wrong in waits():
             nothing = Cost(0, 0.0, 0.0)
@@ -381,7 +380,7 @@ class Trial:
                 row.gap_ratio = gap / calm
 
     def _left(self) -> list[str]:
-        """Return what is in use although nobody asks for anything any more."""
+        """Return resources that are in use although there are no requests."""
         deadline = time.monotonic() + 90
         while (busy := self._busy()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -411,7 +410,7 @@ class Trial:
 def field_attacks(
     operations: Iterable[Operation], document: dict[str, Any], kept: dict[str, str]
 ) -> Iterator[tuple[str, Body]]:
-    """Yield each body with the path that it is for."""
+    """Yield each body, with its path."""
     for operation in operations:
         path = operation.path.format(**kept)
         content = document["paths"][operation.path]["post"]["requestBody"]["content"]
@@ -422,7 +421,7 @@ def field_attacks(
 
 
 def _spread(found: Iterable[T], share: float) -> Iterator[T]:
-    """Yield this share of them, evenly spread; wrong kinds of values come at the same places."""
+    """Yield an evenly spread fraction; kinds of values are at fixed positions."""
     due = 0.0
     for each in found:
         due += share
@@ -432,7 +431,7 @@ def _spread(found: Iterable[T], share: float) -> Iterator[T]:
 
 
 def piece(found: Iterable[T], part: tuple[int, int]) -> Iterator[T]:
-    """Yield every N-th of them, beginning with the K-th."""
+    """Yield every N-th element, starting with the K-th."""
     which, number = part
     return itertools.islice(found, which - 1, None, number)
 

@@ -1,4 +1,4 @@
-"""Large answers that are asked for over many connections, of which none is read."""
+"""Large answers requested on many connections, and not read."""
 
 import contextlib
 import socket
@@ -12,13 +12,13 @@ from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH
 
 _CONNECTIONS = 800
 _SECONDS = 1.0
-"""Seconds for which what came is left unread."""
+"""Seconds for which arrived data is left unread."""
 _LARGE = 4_100_000
-"""Characters of instructions that a response repeats: a body may have little more."""
+"""Characters of instructions that a response repeats, close to the body size limit."""
 
 
 def unread_answers(ask: Ask, headers: list[str]) -> Iterator[tuple[str, list[bytes]]]:
-    """Have large things kept; yield the name of each attack and the requests that it sends."""
+    """Store large objects; yield the name and requests of each attack."""
     body = {"input": "hi", "instructions": "x" * _LARGE, "background": True}
     name = ask("/v1/responses", body)["id"]
     conversation = ask("/v1/conversations", {})["id"]
@@ -36,7 +36,7 @@ def unread_answers(ask: Ask, headers: list[str]) -> Iterator[tuple[str, list[byt
 
 
 def leave_unread(address: Address, requests: list[bytes]) -> str:
-    """Send each request on a connection of its own, read nothing, and say what had come."""
+    """Send each request on its own connection, read nothing, and return the statuses received."""
     with contextlib.ExitStack() as stack:
         opened = []
         for each in requests:

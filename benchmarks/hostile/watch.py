@@ -1,8 +1,8 @@
-"""What a request costs the front end that gets it: memory, and time in which its loop stands still.
+"""Measures the cost of requests to a front end: memory, and time that its event loop is blocked.
 
-A process of its own watches, so that the attacker's work does not show in the figures:
-`python -m benchmarks.hostile.watch PID HOST PORT` says `ready`, and answers each line on its input,
-`begin` or `cost`, with a line of JSON.
+A separate process measures, so that the attacker's work is not included: `python -m
+benchmarks.hostile.watch PID HOST PORT` prints `ready`, and answers each line on its input, `begin`
+or `cost`, with a line of JSON.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ from urllib.parse import urlsplit
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL = 0.004
-"""Seconds between two looks at the memory, and between two probes of the loop."""
+"""Seconds between samples of the memory, and between probes of the loop."""
 _PATIENCE = 30.0
 _PROBE = b"GET /health HTTP/1.1\r\nHost: swell\r\n\r\n"
 
 
 class Cost(NamedTuple):
-    """The most that was seen since the watch began to look."""
+    """Maxima observed since the watch began."""
 
     memory: int
-    """Bytes by which the process grew, over what it had before."""
+    """Bytes by which the process grew."""
     stall: float
-    """Seconds that the slowest probe took, less what the loop's thread and the probe waited for a
-    processor that others had."""
+    """Duration of the slowest probe in seconds, minus the time that the loop's thread and the probe
+    waited for a CPU."""
     silence: float
-    """Seconds that the slowest probe took, others' time on the processor included."""
+    """Duration of the slowest probe in seconds, including waits for a CPU."""
 
 
 class Watch:
-    """Looks at one front-end process from another process, through a connection of its own.
+    """Observes a front-end process from a separate process, over its own connection.
 
-    Every few milliseconds it reads the process's resident memory and asks `/health`, whose answer
-    needs nothing but the event loop. The server must have only this one front end.
+    Every few milliseconds it reads the process's resident memory and requests `/health`, which
+    needs only the event loop. The server must have only this one front end.
     """
 
     def __init__(self, url: str, pid: int) -> None:
@@ -64,11 +64,11 @@ class Watch:
         self._process.communicate(timeout=_PATIENCE)
 
     def begin(self) -> None:
-        """Forget what was seen; growth counts from here."""
+        """Reset the maxima; growth counts from here."""
         self._ask("begin")
 
     def cost(self) -> Cost:
-        """Return the most that was seen since `begin`, what was sent last included."""
+        """Return the maxima since `begin`, including the requests sent last."""
         return Cost(*json.loads(self._ask("cost")))
 
     def _ask(self, what: str) -> str:
@@ -85,11 +85,11 @@ class Watch:
         return line
 
 
-# -- the process that watches ----------------------------------------------------------------------
+# -- the watching process ------------------------------------------------------------------------
 
 
 class _Watcher:
-    """Two threads that look until `over`, and what they saw."""
+    """Two sampling threads, and the maxima that they observed."""
 
     def __init__(self, pid: int, address: tuple[str, int]) -> None:
         self._pid, self._address = pid, address
@@ -112,7 +112,8 @@ class _Watcher:
             return Cost(self._peak - self._before, self._stall, self._silence)
 
     def _after_two_probes(self) -> None:
-        """Wait for a probe that begins after this: what came before has been worked through."""
+        """Wait for a probe that begins after this call, when earlier requests have been
+        processed."""
         with self._changed:
             due = self._probes + 2
             self._changed.wait_for(lambda: self._probes >= due, _PATIENCE)
@@ -154,7 +155,7 @@ class _Watcher:
 
 
 def processor_waits(*threads: str) -> float:
-    """Return the seconds that threads, named by paths below /proc, waited for a processor."""
+    """Return the seconds that threads, named by paths below /proc, waited for a CPU."""
     waited = 0
     for thread in threads:
         with (
@@ -166,7 +167,7 @@ def processor_waits(*threads: str) -> float:
 
 
 def _read_answer(connection: socket.socket) -> bool:
-    """Read one answer; return whether the connection can be used again."""
+    """Read one answer; return whether the connection can be reused."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)

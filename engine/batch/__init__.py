@@ -1,1 +1,1 @@
-"""What the scheduler plans, the executor computes and both exchange."""
+"""Types exchanged between the scheduler and executors."""

@@ -1,10 +1,10 @@
-"""What travels between the scheduler and an executor: one plan and one result per step.
+"""The interface between the scheduler and an executor: one plan and one result per step.
 
-A plan speaks of *slots*: an index below `max_num_seqs` that a sequence keeps while it runs. The
-executor holds per-slot state (tokens, block table, sampling parameters) in persistent arrays, so
-a plan carries only what changed since the step before and three integers per scheduled row.
-The executor itself appends each sampled token to its slot's tokens: a plan for step n + 1 can be
-made, and run, before the scheduler has seen the tokens of step n.
+A plan refers to *slots*: an index below `max_num_seqs` that a sequence keeps while it runs. The
+executor keeps per-slot state (tokens, block table, sampling parameters) in persistent arrays, so a
+plan contains only changes since the previous step and three integers per scheduled row. The
+executor itself appends each sampled token to its slot's tokens: a plan for step n + 1 can be
+created, and run, before the scheduler has seen the tokens of step n.
 """
 
 import msgspec
@@ -12,34 +12,34 @@ import msgspec
 from engine.shared.messages import EncoderInput, PoolingParams, SamplingParams, TokenLogprob
 
 RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
-"""The reason given for an output whose request contradicts itself."""
+"""Reason given when a request's parameters contradict its grammar."""
 
 
 TO_BE_DRAFTED = -1
-"""Stands in a plan for a proposed token that the executor's draft model or head chooses."""
+"""Placeholder in a plan for a proposed token that the executor's draft model or head chooses."""
 
 
 class SlotImage(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a sequence that stand for an image: they have its embeddings."""
+    """Placeholder tokens of an image in a sequence, which get its embeddings."""
 
     position: int
     num_tokens: int
     digest: bytes
-    """Names what was encoded."""
+    """Digest of the image."""
     height: int
-    """Of its pixels, as the next."""
+    """Height in pixels."""
     width: int
 
     @property
     def end(self) -> int:
-        """Position after the last of them."""
+        """Position after the last of these tokens."""
         return self.position + self.num_tokens
 
 
 class SlotStart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence takes (or, after a preemption, takes again) a slot; all state there is replaced.
+    """Start of a sequence in a slot, also after a preemption; replaces all state of the slot.
 
-    `token_ids` are all tokens known so far; those from `num_prompt_tokens` on count as output.
+    `token_ids` are all tokens known so far; those from `num_prompt_tokens` on are output.
     """
 
     slot: int
@@ -48,9 +48,9 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     pooling: PoolingParams | None = None
     adapter: int = -1
-    """Slot of the adapter that the sequence is computed with; -1 for none."""
+    """Slot of the sequence's adapter; -1 if none."""
     images: list[SlotImage] = []
-    """What its prompt shows, by position."""
+    """Images of the prompt, by position."""
 
 
 class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -60,28 +60,27 @@ class SlotBlocks(msgspec.Struct, frozen=True, array_like=True):
     first: int
     block_ids: list[int]
     group: int = 0
-    """Of the layers whose keys and values they are for: each has a table of its own."""
+    """Layer group of the blocks; each group has its own table."""
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step: the rows to compute, decodes (rows of one token) first.
 
     Row i computes positions `starts[i]` to `starts[i] + counts[i] - 1` of `slots[i]`. If
-    `samples[i]`, the token at position `starts[i] + counts[i]` is drawn from the row's last
+    `samples[i]`, the token at position `starts[i] + counts[i]` is sampled from the row's last
     logits. An empty plan is a dummy step.
 
-    A decode may also carry tokens that are *proposed* to follow its newest one: `proposed[i]`
-    belongs to row i, which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if
-    they were the sequence's, and a token is drawn after each of them. The executor keeps these
-    draws up to and including the first that differs from what was proposed at its position.
-    An executor with a draft model or head finds `TO_BE_DRAFTED` in place of the tokens, and
-    chooses them.
+    A decode can also carry *proposed* tokens after its newest one: `proposed[i]` belongs to row i,
+    which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if they were part of
+    the sequence, and a token is sampled after each. The executor keeps these samples up to and
+    including the first that differs from the proposed token at its position. An executor with a
+    draft model or head gets `TO_BE_DRAFTED` instead of tokens, and chooses them.
 
-    `adapters` says which versions are put into which slots of adapters before anything else.
+    `adapters` are the versions to load into adapter slots, by slot, before anything else.
 
-    An executor with an encoder of images keeps what came of each, by its digest, until a plan
-    names it in `forgotten`. Those in `encoded` are encoded after that, and before the rows are
-    computed, which show images that are kept then.
+    An executor with an image encoder caches each image's embeddings by digest until a plan names it
+    in `forgotten`. Images in `encoded` are encoded after those evictions and before the rows, which
+    use only cached images.
     """
 
     step: int
@@ -98,12 +97,12 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Number of tokens computed in this step."""
         return sum(self.counts)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """All of these but the one token of each decode."""
+        """Tokens computed, excluding single-token decodes."""
         return sum(
             count
             for count, sample in zip(self.counts, self.samples, strict=True)
@@ -112,14 +111,13 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step produced.
+    """Results of a step.
 
-    `token_ids` has the tokens of each row with `samples`, in row order: one, and for a row with
-    proposed tokens as many more as `accepted` says (all rows with proposed tokens are in it).
-    `logprobs` is parallel to it (None where the request asked for none, or as a whole when nobody
-    asked).
-    `prompt_logprobs[i]` belongs to row i: one entry for each prompt token at positions
-    `starts[i] + 1` to `starts[i] + counts[i]` that is still part of the prompt.
+    `token_ids` has the tokens of each row with `samples`, in row order: one, plus `accepted[i]` for
+    a row with proposed tokens (all of which are in `accepted`). `logprobs` is parallel to it (None
+    for requests without logprobs, or entirely if there are none). `prompt_logprobs[i]` belongs to
+    row i: one entry for each prompt token at positions `starts[i] + 1` to `starts[i] + counts[i]`
+    that is still part of the prompt.
     """
 
     token_ids: list[int]
@@ -127,15 +125,14 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     accepted: dict[int, int] = {}
     grammar_ends: dict[int, str | None] = {}
-    """By slot: with the last of its tokens the output is complete by its grammar (None), or cannot
-    go on for the reason given."""
+    """By slot: the last token completes the output by its grammar (None), or the output cannot
+    continue for the given reason."""
     grammar_stalls: dict[int, str | None] = {}
-    """By slot: its tokens do not count, because the grammar failed for the reason given. Compiled
-    anew, with nothing shared yet, it may go on. None: what the grammar allows was not known in
-    time."""
+    """By slot: its tokens are void, since the grammar failed for the given reason; recompiled
+    without shared state, it can continue. None: the mask was late."""
     mask_us: dict[int, int] = {}
-    """By slot: microseconds that its masks took, where that is much."""
+    """By slot: time in microseconds for its masks; only if long."""
     pooled: dict[int, bytes] = {}
-    """By row: the vector of a sequence that gets one instead of tokens, as float32 numbers."""
+    """By row: vector of a pooling sequence, as float32."""
     mask_wait_us: int = 0
     """Microseconds that the step waited for masks."""

@@ -1,5 +1,5 @@
-"""How what an operator asked for is refused."""
+"""The error for operators' requests that cannot be carried out."""
 
 
 class CannotDo(Exception):
-    """What an operator asked for cannot be done, for the reason given; nothing has changed."""
+    """An operator's request cannot be carried out, for the given reason; nothing has changed."""

@@ -1,4 +1,4 @@
-"""The one interface between the engine's loop and whatever computes tokens."""
+"""The interface between the engine's loop and executors, which compute tokens."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """What an executor found out while it loaded the model and sized its KV cache."""
+    """Properties of an executor, known after loading the model and sizing its KV cache."""
 
     num_kv_blocks: int
     max_model_len: int
-    """Longest sequence in tokens, prompt and output together."""
+    """Maximum sequence length in tokens, prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_fingerprint: str
     pools: bool = False
-    """Whether sequences get one vector each instead of tokens."""
+    """Whether sequences produce vectors instead of tokens."""
     task: str = "generate"
-    """What the model is for: generate, or embed, or classify."""
+    """Task of the model: generate, embed or classify."""
     in_one_step: bool = False
-    """Whether all tokens of a sequence have to be computed in the same step."""
+    """Whether all tokens of a sequence must be computed in the same step."""
     has_kv: bool = True
-    """False: nothing is kept of a sequence; `num_kv_blocks` then counts sequences."""
+    """If False, sequences keep no KV state, and `num_kv_blocks` counts sequences."""
     cache_windows: tuple[int | None, ...] = (None,)
-    """For each group of layers with KV blocks of its own, how far back its tokens attend."""
+    """Attention window of each layer group with its own KV blocks; None if unlimited."""
     num_stages: int = 1
-    """Steps that are computed at once, each in another part of the model."""
+    """Number of pipeline stages: steps computed concurrently."""
     is_batch_invariant: bool = False
-    """Whether no token depends on what shares its step."""
+    """Whether tokens are independent of other sequences in their step."""
     row_price: float = 0.0
-    """What one more token costs in a step, as a part of a step of one token."""
+    """Cost of a further token in a step, relative to a step of one token."""
     draft_price: float = 0.0
-    """What a draft model or head costs for one token, as a part of the same."""
+    """Cost of a draft model or head for one token, relative to the same."""
     vision: VisionSpec | None = None
-    """What encodes images; None where they are refused."""
+    """Spec of the image encoder; None if images are refused."""
     embedding_bytes: int = 0
-    """What the executor keeps for one token of an image."""
+    """Bytes of one image token's embedding."""
 
     def check_unchanged(self, fingerprint: str) -> None:
-        """Compare a model that was loaded again with this one.
+        """Check that a reloaded model is the same.
 
         Raises:
             CannotDo: they differ.
@@ -64,91 +64,91 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
 
 
 class PendingResult(Protocol):
-    """A step that was submitted and may still be running."""
+    """A submitted step that may still be running."""
 
     def result(self) -> BatchResult:
-        """Wait for the step; raises whatever went wrong in it."""
+        """Wait for the step and return its result; raises its error."""
 
 
 class Executor(ABC):
-    """Runs batch plans in the order in which they are submitted."""
+    """Runs batch plans in order of submission."""
 
     info: ExecutorInfo
-    """What was found while loading."""
+    """Properties known after loading."""
     grammars: Grammars | None = None
-    """What makes draws follow the grammars of requests; None where it cannot."""
+    """Applies requests' grammars to sampling; None if unsupported."""
     adapters: "AdapterStore[Any] | None" = None
-    """The adapters that plans may put into slots; None where there are none."""
+    """Adapters that plans can place in slots; None if there are none."""
 
     @abstractmethod
     def submit(self, plan: BatchPlan) -> PendingResult:
-        """Start a step. Plans arrive in order; each may refer to tokens of the one before."""
+        """Start a step. Plans arrive in order; each can refer to tokens of the previous one."""
 
     @abstractmethod
     def sleep(self, level: int) -> None:
         """Free memory until `wake_up`; no step may be in flight, and none may follow.
 
-        Level 1 frees the KV cache and keeps the weights where they are quick to have again, level
-        2 frees the weights too. Sleeping again, or deeper, is allowed.
+        Level 1 frees the KV cache and keeps the weights quickly available; level 2 frees the
+        weights too. Sleeping again, or deeper, is allowed.
         """
 
     @abstractmethod
     def wake_up(self, *, kv_cache: bool = True) -> None:
-        """Be ready for steps again, with an empty KV cache and no slot in use; idempotent.
+        """Prepare for steps again, with an empty KV cache and no slot in use; idempotent.
 
-        Without `kv_cache` only the weights are there again, and no step may follow.
+        Without `kv_cache` only the weights are restored, and no step may follow.
 
         Raises:
             CannotDo: the weights are gone or have changed; it stays asleep.
         """
 
     def load_weights(self, model: str, revision: str | None) -> None:
-        """Compute with a checkpoint of the same shape from now on, with an empty KV cache.
+        """Switch to another checkpoint of the same architecture, with an empty KV cache.
 
-        No step may be in flight. `info` has its fingerprint afterwards. The weights before stay
-        until `settle_weights`.
+        No step may be in flight. Afterwards `info` has the new fingerprint. The previous weights
+        are kept until `settle_weights`.
 
         Raises:
-            CannotDo: it cannot be loaded here; everything is as it was.
+            CannotDo: it cannot be loaded; nothing has changed.
         """
         raise CannotDo("weights are replaced in engines that generate only")
 
     def weight_transfer(self) -> "WeightTransfer":
-        """Return what receives weights of a trainer for `take_weights`.
+        """Return the receiver of a trainer's weights for `take_weights`.
 
         Raises:
-            CannotDo: this executor's weights cannot be replaced so.
+            CannotDo: this executor's weights cannot be replaced that way.
         """
         raise CannotDo("weights are replaced in engines that generate only")
 
     def take_weights(self) -> None:
-        """Compute with what a trainer has sent, otherwise as `load_weights`."""
+        """Switch to the weights that a trainer has sent; otherwise as `load_weights`."""
         self.weight_transfer()
 
     def settle_weights(self, *, back: bool) -> None:
-        """Give up the weights that were replaced last, or have them `back` with an empty KV cache.
+        """Free the previous weights, or switch `back` to them with an empty KV cache.
 
-        To give up what is not there is allowed.
+        Freeing is allowed even if there are none.
 
         Raises:
-            CannotDo: they are not there.
+            CannotDo: there are none to switch back to.
         """
         if back:
-            raise CannotDo("the weights before are not there any more")
+            raise CannotDo("the previous weights are no longer available")
 
     def start_profile(self) -> None:
-        """Begin to record what steps do.
+        """Start recording a profile of the steps.
 
         Raises:
-            CannotDo: this executor has nothing to record, or does so already.
+            CannotDo: there is nothing to record, or a profile is already being recorded.
         """
         raise CannotDo("this engine has nothing to profile")
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace; the directory is made if it is not there.
+        """Stop recording and write the trace; the directory is created if missing.
 
         Raises:
-            CannotDo: nothing is being recorded.
+            CannotDo: no profile is being recorded.
             OSError: the trace cannot be written.
         """
         raise CannotDo("this engine has nothing to profile")
@@ -159,20 +159,20 @@ class Executor(ABC):
 
 
 class GroupExecutor(Executor):
-    """An executor whose steps hold collectives with other engines.
+    """An executor whose steps run collectives with other engines.
 
-    It is made for the place that it will probably have. No step may be in flight when it is
-    moved to another; steps need a group, and raise `GroupBroken` when that fails.
+    It is created for its probable place. No step may be in flight when it moves to another; steps
+    require a group, and raise `GroupBroken` when that fails.
     """
 
     expert_balance: "ExpertBalance | None" = None
-    """What is known of the experts' load; None if it is not measured."""
+    """Measured load of the experts; None if not measured."""
 
     @abstractmethod
     def prepare_group(self, position: int, size: int) -> None:
-        """Load what an engine at this place of a group of `size` holds, and free the rest.
+        """Load the experts for this place in a group of `size`, and free the rest.
 
-        The KV cache and what slots know stay as they are.
+        The KV cache and slot state are unchanged.
 
         Raises:
             CannotDo: the model was loaded whole, or has no experts.
@@ -180,10 +180,10 @@ class GroupExecutor(Executor):
 
     @abstractmethod
     def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
-        """Meet the other engines and take steps with them from now on.
+        """Connect to the other engines and take steps with them from now on.
 
-        The place among the engines has been prepared. At rank 0 they meet at the listener.
+        The place must have been prepared. Rank 0 accepts connections on the listener.
 
         Raises:
-            GroupBroken: not everybody came.
+            GroupBroken: not all engines connected.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler needs of grammars: which are compiled, and which slots follow one."""
+"""The scheduler's interface to grammars: compilation, and assignment to slots."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,32 +7,32 @@ from engine.shared.messages import GrammarSpec
 
 
 class Grammar(Protocol):
-    """A grammar that is being compiled, has been, or cannot be."""
+    """A grammar that is compiling, compiled or failed."""
 
     @property
     def settled(self) -> bool:
-        """Whether it is known how the compilation ended."""
+        """Whether compilation has finished, successfully or not."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot be compiled."""
+        """Why it cannot be compiled, if it cannot."""
 
     @property
     def no_room(self) -> bool:
-        """Whether it could be, were there more room."""
+        """Whether it failed only for lack of capacity."""
 
 
 class Grammars(Protocol):
-    """Compiles grammars beside the steps."""
+    """Compiles grammars concurrently with the steps."""
 
     on_settled: Callable[[], None]
-    """Called by another thread whenever a grammar that was asked for is settled."""
+    """Called from another thread whenever a requested grammar is settled."""
 
     def ask(self, spec: GrammarSpec, tenant: int) -> Grammar:
-        """Return the grammar, compiled or not; it is kept while the answer is."""
+        """Return the grammar, compiled or not; it is cached while the result is referenced."""
 
     def assign(self, slot: int, grammar: Any) -> None:
-        """The next request in the slot follows this grammar, which is settled."""
+        """Make the next request in the slot follow this settled grammar."""
 
     def release(self, slot: int) -> None:
-        """The request that was in the slot follows its grammar no longer."""
+        """Record that the slot no longer follows a grammar."""

@@ -1,8 +1,8 @@
-"""Weights that a trainer sends to an engine, received beside its steps.
+"""Weights that a trainer sends to an engine, received concurrently with its steps.
 
-The trainer is rank 0 of a process group, the engines are the others. It says which tensors come
-before it broadcasts them one by one; they are named, and have the shapes, as in the checkpoint
-that the engine serves. They wait here until the engine is told to compute with them.
+The trainer is rank 0 of a process group, the engines are the other ranks. It announces tensors
+before it broadcasts them one by one; names and shapes are those of the checkpoint that the engine
+serves. They are held here until the engine is told to switch to them.
 """
 
 import logging
@@ -29,26 +29,26 @@ _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED}
 
 
 class SentTensors(TensorFiles):
-    """Tensors in memory in place of a checkpoint's files."""
+    """In-memory tensors that replace a checkpoint's files."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors by name; of those on the device `meta` only shape and type are there."""
+        """Take tensors by name; on the device `meta` they have only shape and dtype."""
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.types = {name: _STORED[tensor.dtype] for name, tensor in tensors.items()}
         self.tensors = tensors
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it came."""
+        """Return a tensor as received."""
         return self.tensors[name]
 
 
 def announced(
     names: Sequence[str], types: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Return the tensors that will come, in this order, on the device `meta`.
+    """Return the announced tensors, in order, on the device `meta`.
 
     Raises:
-        CannotDo: that is no list of tensors that can be received.
+        CannotDo: the list is invalid.
     """
     if not len(names) == len(types) == len(shapes):
         raise CannotDo(
@@ -69,21 +69,21 @@ def announced(
 
 
 class WeightTransfer:
-    """An engine's end of the group with a trainer, and what has come through it.
+    """An engine's end of the group with a trainer, and the tensors received.
 
-    Methods are called by one thread and return at once; another one waits for the trainer. When
-    something fails, the group has ended and what came is forgotten: the trainer has to be joined
+    Methods are called by one thread and return immediately; another thread waits for the trainer.
+    After an error the group has ended, received tensors are dropped, and the trainer must be joined
     again.
     """
 
     def __init__(
         self, device: torch.device, max_values: int, check: Callable[[TensorFiles], None]
     ) -> None:
-        """Wait to be told of a trainer.
+        """Start without a trainer.
 
         Args:
-            device: that of the model.
-            max_values: how many the tensors of an update may have altogether.
+            device: device of the model.
+            max_values: maximum total number of values in an update.
             check: raises CannotDo if a complete update does not fit the model.
         """
         self._device = device
@@ -91,30 +91,30 @@ class WeightTransfer:
         self._check = check
         self._lock = threading.Lock()
         self._turn = 0
-        """What a thread finds out counts only if this is what it was when it began."""
+        """Incremented by `leave`: results of threads from an earlier turn are ignored."""
         self._group: PlainGroup | None = None
         self._tensors: dict[str, Tensor] = {}
         self.phase: Phase = "none"
         self.error = ""
-        """Why the last group has ended."""
+        """Why the last group ended."""
         self.is_open = False
-        """Whether an update may come in several parts."""
+        """Whether an update in several parts is in progress."""
 
     @property
     def num_received(self) -> int:
-        """Tensors that wait."""
+        """Number of tensors received."""
         return len(self._tensors)
 
     def join(self, spec: GroupSpec) -> None:
-        """Begin to meet the trainer, and leave the one before."""
+        """Leave the previous trainer, and start joining this one."""
         self.leave()
         self._begin("joining", partial(self._join, spec, self._turn))
 
     def start(self) -> None:
-        """Begin an update that comes in several parts; what came before is forgotten.
+        """Begin an update in several parts; earlier tensors are dropped.
 
         Raises:
-            CannotDo: there is no trainer, or it is just sending.
+            CannotDo: there is no trainer, or it is sending.
         """
         self._require_joined()
         self._tensors.clear()
@@ -123,10 +123,10 @@ class WeightTransfer:
     def receive(
         self, names: Sequence[str], types: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> None:
-        """Begin to receive tensors.
+        """Start receiving tensors.
 
         Raises:
-            CannotDo: there is no trainer, or they cannot be those of this model.
+            CannotDo: there is no trainer, or the tensors do not match this model.
         """
         group, coming = self._require_joined(), announced(names, types, shapes)
         if not self.is_open:
@@ -140,10 +140,10 @@ class WeightTransfer:
         self._begin("receiving", partial(self._receive, group, coming, self._turn))
 
     def take(self) -> SentTensors:
-        """Return all that came, which ends the update.
+        """Return all received tensors, which ends the update.
 
         Raises:
-            CannotDo: something is still coming, or nothing came.
+            CannotDo: tensors are still arriving, or there are none.
         """
         self._require_joined()
         if not self._tensors:
@@ -153,7 +153,7 @@ class WeightTransfer:
         return SentTensors(taken)
 
     def leave(self, reason: str = "it was left") -> None:
-        """End the group, and whatever waits in it; the trainer sees that at once or soon."""
+        """End the group and abort pending transfers; the trainer notices soon."""
         with self._lock:
             self._turn += 1
             self._end(reason)

@@ -1,1 +1,1 @@
-"""How a batch plan becomes tokens: executors behind one interface."""
+"""Executors behind one interface: they compute the tokens of batch plans."""

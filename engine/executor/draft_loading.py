@@ -1,4 +1,4 @@
-"""Loads what drafts tokens beside a model: another model, or a head that is made for it."""
+"""Loads the draft model or draft head."""
 
 from collections.abc import Callable
 from math import prod
@@ -27,16 +27,16 @@ _BITS = {"int8": 8, "int4": 4, "stored": 4}
 def draft_price(
     draft: Decoder | DraftHead | None, served: ModelSpec, dtype: torch.dtype, config: EngineConfig
 ) -> float:
-    """Return what drafting one token costs, as a part of what the model's step of one token does.
+    """Return the cost of drafting one token, relative to the model's step of one token.
 
-    Both read each of their weights once, so the bits of these are compared: an estimate, without
-    the little that is computed besides.
+    Both read each of their weights once, so the weights' total bits are compared: an estimate that
+    ignores the little other computation.
 
     Args:
-        draft: what drafts; None if nothing does, which is free.
-        served: the model that it drafts for.
-        dtype: of weights that `--quantization` leaves alone.
-        config: says in how many bits both are.
+        draft: the draft model or head; None costs nothing.
+        served: spec of the served model.
+        dtype: dtype of unquantized weights.
+        config: determines the bits per weight of both.
     """
     if draft is None:
         return 0.0
@@ -49,9 +49,9 @@ def draft_price(
 
 
 def weights_of_token(spec: ModelSpec, num_logits: int | None = None) -> int:
-    """Return how many weights a token is multiplied by, in products alone.
+    """Return the number of weights that a token is multiplied by in matrix products.
 
-    `num_logits`: tokens that get logits, if not all.
+    `num_logits`: number of logits per token, if not the vocabulary size.
     """
     used = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
     in_layers = sum(
@@ -68,22 +68,22 @@ def load_draft(
     max_model_len: int,
     report: Callable[[str], None],
 ) -> Decoder | DraftHead | None:
-    """Load the draft model or head that the settings name; None if they name none.
+    """Load the configured draft model or head; None if there is none.
 
-    It is whole, wherever parts of the served model are: its steps are small, and to divide them
-    would cost more than it saves.
+    It is never sharded, even if the served model is: its steps are so small that sharding costs
+    more than it saves.
 
     Args:
-        config: all settings; those of the served model's types and weights hold for both.
-        target: the model that is served.
-        max_model_len: longest sequence, which a draft model has to take too.
-        report: is told what happens now, in words for people.
+        config: all settings; dtypes and weight settings of the served model apply to both.
+        target: the served model.
+        max_model_len: maximum sequence length, which a draft model must support too.
+        report: receives human-readable progress messages.
 
     Raises:
-        BadDraftModel: it has other tokens than the model that is served, or fewer positions, or
-            the settings do not go with it.
+        BadDraftModel: its vocabulary or positions do not match the served model, or the settings do
+            not support it.
         ModelNotFound: there is no such model.
-        UnsupportedModel: its config asks for something that is not implemented.
+        UnsupportedModel: its config requires an unimplemented feature.
         CheckpointError: the weights do not fit the config.
     """
     is_mtp = config.scheduler.speculative_method == "mtp"
@@ -117,11 +117,11 @@ def _load_head(
     target: Decoder,
     report: Callable[[str], None],
 ) -> DraftHead:
-    """Load the head that `settings` name, or the served model's layer that predicts tokens."""
+    """Load the head that `settings` name, or the served model's MTP layer."""
     check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
     directory = model_directory(settings, weights=True)
     assert settings.max_model_len is not None
-    # What the served model is computed in.
+    # The dtypes of the served model.
     types = ComputeTypes(target.dtype, target.kv_format.dtype, config.cache.kv_cache_dtype)
     with torch.inference_mode():
         if config.scheduler.speculative_method == "mtp":

@@ -1,4 +1,4 @@
-"""Runs an encoder in the engine's own process: whole sequences in, vectors out, no KV cache."""
+"""Executor for encoder models: computes vectors of whole sequences, without a KV cache."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class EncoderExecutor(Executor):
     """Executor of a model without a KV cache.
 
-    Where steps overlap they run in a thread of their own, as those of `InProcessExecutor` do.
+    If steps overlap, they run in a separate thread, as in `InProcessExecutor`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EncoderExecutor(Executor):
 
         Raises:
             ModelNotFound: there is no such model.
-            UnsupportedModel: the model's config asks for something that is not implemented.
+            UnsupportedModel: the model's config requires an unimplemented feature.
             CheckpointError: the weights do not fit the config.
         """
         self._config = config
@@ -61,11 +61,11 @@ class EncoderExecutor(Executor):
         self._steps = StepThread(self._device, own=config.scheduler.steps_overlap)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
         self._asleep: tuple[EncoderRunner, OffloadedWeights] | None = None
-        """What computes, while its weights are not on the device."""
+        """The runner, while its weights are offloaded."""
         keep_freed_memory()
 
     def submit(self, plan: BatchPlan) -> PendingResult:
-        """Run a step, or have the worker thread run it after those before it.
+        """Run a step, or queue it to the worker thread.
 
         Raises:
             RuntimeError: the executor sleeps or was shut down.
@@ -76,7 +76,7 @@ class EncoderExecutor(Executor):
         return self._steps.submit(runner.run, plan)
 
     def sleep(self, level: int) -> None:
-        """Free the weights; at level 1 those of an accelerator wait in the host's memory."""
+        """Free the weights; at level 1 those of an accelerator are offloaded to host memory."""
         if level > 1:
             self._runner = self._asleep = None
         elif self._device.type != "cpu" and self._runner is not None:
@@ -86,7 +86,7 @@ class EncoderExecutor(Executor):
         give_back_freed_memory(self._device)
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
-        """Load the weights again if they are gone; there is no KV cache.
+        """Restore or reload the weights; there is no KV cache.
 
         Raises:
             CannotDo: the model has changed since the start.
@@ -102,11 +102,11 @@ class EncoderExecutor(Executor):
         self._runner = self._new_runner(loaded)
 
     def start_profile(self) -> None:
-        """Begin to record what steps do; raises as `StepThread.start_profile`."""
+        """Start a profile of the steps; raises as `StepThread.start_profile`."""
         self._steps.start_profile()
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace; raises as `StepThread.stop_profile`."""
+        """Stop the profile and write its trace; raises as `StepThread.stop_profile`."""
         self._steps.stop_profile(path)
 
     def shutdown(self) -> None:

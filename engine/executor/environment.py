@@ -1,11 +1,11 @@
-"""What has to be settled before torch is imported: CPUs, the OpenMP runtime, variables.
+"""Process setup before torch is imported: CPU binding, the OpenMP runtime, variables.
 
-What the environment says already is left alone.
+Variables already set in the environment are not changed.
 
-Threads wait for the next parallel region by spinning, and only then sleep. While they spin,
-LLVM's leave their processor to whoever else wants it (`sched_yield`); those of GNU's libgomp, which
-torch brings, do not. Where front ends, other engines or clients share the processors this is the
-difference: benchmarks/results/measurements.md.
+Threads wait for the next parallel region by spinning before they sleep. While spinning, LLVM's
+runtime yields its CPU to other threads (`sched_yield`); GNU's libgomp, which torch bundles, does
+not. If front ends, other engines or clients share the CPUs this matters:
+benchmarks/results/measurements.md.
 """
 
 import ctypes
@@ -22,34 +22,34 @@ from engine.shared.cpu.machine import bind_process, cpu_quota
 logger = logging.getLogger(__name__)
 
 SPIN_COUNT = 10_000
-"""Iterations of libgomp's wait loop, of about 0.05 us each: some 0.5 ms, as with LLVM's runtime."""
+"""Iterations of libgomp's wait loop at about 0.05 us each: about 0.5 ms, as in LLVM's runtime."""
 
 CACHED_PRIMITIVES = 256
-"""Compiled oneDNN operations kept, in each of its two caches; a model's step uses about ten."""
+"""Compiled oneDNN operations kept in each of its two caches; a model's step uses about ten."""
 
 _PACKAGE = "cmeel-libomp"
 _LIBRARY = "libomp.so"
 
 BLOCK_TIME = "500us"
-"""How long threads spin before they sleep: the gaps within a step of a large model are shorter."""
+"""Spin time of threads before they sleep: longer than the gaps within a step of a large model."""
 
 _loaded: list[ctypes.CDLL] = []
-"""LLVM's runtime, once this process or the one that it was forked from has loaded it."""
+"""LLVM's runtime, once loaded by this process or by the process it was forked from."""
 
 
 def load_openmp() -> bool:
-    """Have torch use LLVM's runtime if it is installed; return whether it does.
+    """Make torch use LLVM's runtime if it is installed; return whether it does.
 
-    torch's libraries ask for libgomp by name, but the dynamic linker first looks for each function
-    in what the process has loaded for all to see, and LLVM's runtime has all those of libgomp.
-    Nothing is done where the operator has chosen a runtime (`LD_PRELOAD`) or set libgomp's own
-    variables (`GOMP_...`), or where torch has been imported.
+    torch's libraries link to libgomp by name, but the dynamic linker first resolves symbols in
+    globally loaded libraries, and LLVM's runtime exports all of libgomp's. Does nothing if the
+    operator has chosen a runtime (`LD_PRELOAD`) or set libgomp's variables (`GOMP_...`), or if
+    torch is already imported.
     """
     runtime = _loaded[0] if _loaded else _load()
     if runtime is None:
         return False
-    runtime.omp_get_max_threads()  # which starts it; in a fork anew, on the CPUs of the first start
-    # Where it notes that this process has it: a process that is killed would leave that behind.
+    runtime.omp_get_max_threads()  # starts it; in a fork, on the CPUs of the first start
+    # Remove its registration file, which would be left behind if this process is killed.
     Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
     return True
 
@@ -65,7 +65,7 @@ def _load() -> ctypes.CDLL | None:
         return None
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("KMP_BLOCKTIME", BLOCK_TIME)
-    # The LM head of small models gets a thread more for a moment: it is kept for the next time.
+    # Small models' LM heads briefly use one more thread: keep it for the next time.
     os.environ.setdefault("KMP_HOT_TEAMS_MODE", "1")
     try:
         _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
@@ -76,7 +76,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def installed_library() -> Path | None:
-    """Return the path of LLVM's runtime, if its package is installed."""
+    """Return the path of LLVM's OpenMP runtime if its package is installed."""
     try:
         files = distribution(_PACKAGE).files or []
     except PackageNotFoundError:
@@ -85,24 +85,23 @@ def installed_library() -> Path | None:
 
 
 def settle_environment(processes: int = 1) -> None:
-    """Have compute threads sleep soon, bound what oneDNN keeps, and use huge pages.
+    """Shorten the spinning of compute threads, bound oneDNN's caches, and use huge pages.
 
-    `processes`: how many share the cores that this one may use.
+    `processes`: number of processes that share the cores available to this one.
 
-    Between two parallel regions of a step threads wait for some 0.2 ms, so a spin of that length
-    spares them the way through the kernel, which in a virtual machine takes as long again. LLVM's
-    OpenMP runtime is best at that, but a process with one core has nobody to wait for and keeps
-    libgomp, as it was measured. Where libgomp has to serve, its
-    default of 300,000 iterations is for machines that do nothing else: when front ends, other
-    engines or anything at all share the processors, a thread that waits for one that is not
-    running burns its whole time slice, and steps get many times slower.
+    Between two parallel regions of a step threads wait about 0.2 ms; spinning that long avoids a
+    system call, which takes as long again in a virtual machine. LLVM's OpenMP runtime is best at
+    that, but a process with one core has no threads to wait for and keeps libgomp, as measured. For
+    libgomp, the default of 300,000 iterations suits only dedicated machines: if front ends, other
+    engines or anything else share the CPUs, a thread that waits for a preempted one burns its whole
+    time slice, and steps become many times slower.
 
-    oneDNN compiles every operation anew for every number of rows (see
-    `engine.models.products.row_padding`) and keeps 1,024 of them with their buffers: more than a
-    gigabyte for a model of ten megabytes.
+    oneDNN compiles every operation again for each number of rows (see
+    `engine.models.products.row_padding`) and keeps 1,024 of them with their buffers: over a
+    gigabyte for a ten-megabyte model.
 
-    Tensors of 2 MB and more are asked for in huge pages, which Linux gives where it may: weights
-    are read through once a step, and with small pages a tenth of that time is looking up pages.
+    Tensors of 2 MB and more request huge pages, which Linux grants if it can: weights are read once
+    per step, and with small pages a tenth of that time is TLB misses.
     """
     has_team = num_cores() > processes
     if not (has_team and load_openmp()) and "OMP_WAIT_POLICY" not in os.environ:
@@ -113,9 +112,9 @@ def settle_environment(processes: int = 1) -> None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use, within the CPU quota of its control group.
+    """Return the number of cores this process can use, within its cgroup's CPU quota.
 
-    More threads than the quota has CPUs use it up early in each period, and all stop for the rest.
+    More threads than that exhaust the quota early in each period, and then all of them stall.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cpu_quota()
@@ -125,19 +124,19 @@ def num_cores() -> int:
 
 
 def sharers(config: EngineConfig, engines_on_node: int) -> int:
-    """Return how many processes compute on the CPUs that this one may use."""
+    """Return the number of processes that compute on the CPUs available to this one."""
     if config.executor.bound_to:
         return 1
     return engines_on_node * config.parallel.processes_on_node
 
 
 def bound(config: EngineConfig, rank: int = 0) -> EngineConfig:
-    """Bind this process as its engine's settings say; return the settings that hold from now on.
+    """Bind this process according to its settings; return the settings now in effect.
 
-    Before torch is imported: its threads get what the thread has that starts them.
+    Must run before torch is imported: its threads inherit the affinity of their creator.
 
     Args:
-        rank: this process's among the engine's; the leader's is 0.
+        rank: rank of this process within the engine; 0 is the leader.
     """
     lists = config.executor.bound_to
     number = Layout.of(config.parallel).number(rank)

@@ -1,4 +1,4 @@
-"""The part of a model that one process has loaded: loads, offloads, replaces and frees it."""
+"""Loads, offloads, replaces and frees the part of a model that one process holds."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.runner.host_memory import give_back_freed_memory
 
 Load = Callable[[GroupPlace | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
-"""Loads the model with the experts of a place, or with all; keeps what was measured of their load.
-Weights come from the files, or from what a trainer has sent."""
+"""Loads the model with the experts of a place, or all experts, and keeps the measured expert load.
+Weights come from the checkpoint, or from tensors that a trainer has sent."""
 
 
 class HeldModel:
@@ -30,44 +30,44 @@ class HeldModel:
         """Load it.
 
         Args:
-            place: the engine's among those that share the experts; None: it has all.
-            report: is told what happens now, in words for people.
+            place: place among the engines that share the experts; None if this one holds all.
+            report: receives human-readable progress messages.
         """
         self._load = load
         self._device = device
         self._report = report
         self.place = place
         self.balance: ExpertBalance | None = None
-        """What is known of the experts' load, if it is measured."""
+        """Measured load of the experts, if enabled."""
         self._experts: Group | None = None
-        """All processes that hold experts, as far as these are known."""
+        """All processes that hold experts, once known."""
         self._offloaded: OffloadedWeights | None = None
-        """The weights, while they are not on the device."""
+        """Offloaded weights, while they are not on the device."""
         self._replaced: LoadedModel | None = None
-        """What was here before the weights were replaced, until that is settled."""
+        """The previous model after the weights were replaced, until that is settled."""
         self.loaded: LoadedModel | None = self._new()
-        """None while the weights are gone."""
+        """None while the weights are freed."""
 
     def share_experts(self, group: Group | None) -> None:
-        """Send the experts' tokens to these processes, if the model has spread experts."""
+        """Set the processes that exchange expert tokens, if the model's experts are spread."""
         self._experts = group
         self.join_experts()
 
     def join_experts(self) -> None:
-        """Send them there again, after a trial or after the model was loaded again."""
+        """Rejoin the expert group, after a trial or a reload of the model."""
         experts = None if self.loaded is None else self.loaded.model.expert_group
         if experts is not None and self._experts is not None:
             experts.join(self._experts)
 
     @torch.inference_mode()
     def move(self, place: GroupPlace, shards: int) -> None:
-        """Hold the experts of another place, where each engine has `shards` processes."""
+        """Hold the experts of another place, with `shards` processes per engine."""
         before, self.place = self.place, place
         if self.balance is not None:
             self.balance.form(place.size * shards)
         if place == before and self.balance is None:
             return
-        if self._offloaded is not None:  # they are of the place before
+        if self._offloaded is not None:  # they belong to the previous place
             self.free()
         if self.loaded is None or self.loaded.loader is None:
             return
@@ -76,12 +76,12 @@ class HeldModel:
         give_back_freed_memory(self._device)
 
     def free(self) -> None:
-        """Let the weights go."""
+        """Free the weights."""
         self.loaded = self._offloaded = None
 
     def sleep(self, level: int) -> None:
-        """Free the weights at level 2; at level 1 those of an accelerator wait in the host's
-        memory, and are freed where that has no room for them."""
+        """Free the weights at level 2; at level 1 offload those of an accelerator to host memory,
+        or free them if it has no room."""
         loaded = self.loaded
         if level > 1:
             self.free()
@@ -93,7 +93,7 @@ class HeldModel:
         give_back_freed_memory(self._device)
 
     def wake_up(self) -> LoadedModel:
-        """Have the weights on the device; load them again if they are gone."""
+        """Restore the weights to the device, reloading them if they were freed."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
@@ -103,7 +103,7 @@ class HeldModel:
         return self.loaded
 
     def replace(self, sent: TensorFiles | None) -> LoadedModel:
-        """Load other weights; those before stay until `settle`, so both need memory."""
+        """Load other weights; the previous ones are kept until `settle`, so both need memory."""
         self._replaced = None
         before, self.loaded = self.loaded, self._new(sent)
         self._replaced = before
@@ -111,14 +111,14 @@ class HeldModel:
         return self.loaded
 
     def settle(self, *, back: bool) -> None:
-        """Free the weights that were replaced last, or use them again if `back`."""
+        """Free the previous weights, or with `back` switch back to them."""
         replaced, self._replaced = self._replaced, None
         if back and replaced is not None:
             self.loaded = replaced
         give_back_freed_memory(self._device)
 
     def close(self) -> None:
-        """Free all."""
+        """Free everything."""
         self._replaced = None
         self.free()
 

@@ -1,4 +1,4 @@
-"""Runs the model in the engine's own process, with worker processes where it is divided."""
+"""Executor that runs the model in the engine's own process, plus workers for other shards."""
 
 import logging
 from collections.abc import Callable
@@ -65,13 +65,13 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessExecutor(GroupExecutor):
-    """Executor that computes in the engine's own process, alone or with the workers of a team.
+    """Executor that computes in the engine's own process, alone or with a team of workers.
 
-    Where steps overlap they run in a thread of their own and `submit` returns at once (torch
-    releases the GIL while it computes); else `submit` returns when the step is done.
+    If steps overlap, they run in a separate thread and `submit` returns immediately (torch releases
+    the GIL while it computes); otherwise `submit` returns when the step is done.
 
-    Plans, tokens and all else about requests stay in this process. Workers have a part of each
-    layer, or other layers, and the KV cache of what they have.
+    Plans, tokens and all request state stay in this process. Workers hold a shard of each layer, or
+    other layers, and the KV cache for these.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class InProcessExecutor(GroupExecutor):
         """Load the model, in all processes if there are several, and size the KV cache.
 
         Args:
-            rank: picks the experts that this engine holds first, where they are shared out.
-            engines_on_node: how many engines share the node's processors and memory.
-            progress: is told what happens now, in words for people.
-            team: the processes that hold the other parts of the model; taken over.
+            rank: selects the experts that this engine holds first, if they are distributed.
+            engines_on_node: number of engines that share the node's CPUs and memory.
+            progress: receives human-readable progress messages.
+            team: processes that hold the other parts of the model; this executor takes ownership.
 
         Raises:
             WorkerFailed: a worker cannot start.
             UnlikeWorkers: a worker has another kind of device, or other weights.
             ModelNotFound: there is no such model.
-            UnsupportedModel: the model's config asks for something that is not implemented.
+            UnsupportedModel: the model's config requires an unimplemented feature.
             CheckpointError: the weights do not fit the config.
             NotEnoughMemory: the KV cache cannot hold one sequence.
         """
@@ -161,13 +161,13 @@ class InProcessExecutor(GroupExecutor):
         self._was_shut_down = False
         self._transfer: WeightTransfer | None = None
         self._kept: tuple[EngineConfig, ExecutorInfo] | None = None
-        """What held before the weights were replaced, until that is settled."""
+        """Settings and info before the weights were replaced, until that is settled."""
         if config.parallel.data_parallel_size == 1:
             self._held.share_experts(Group.alone() if self._shard is None else self._shard.group)
         keep_freed_memory()
 
     def prepare_group(self, position: int, size: int) -> None:
-        """Hold the experts of this place in a group of `size`, and no others."""
+        """Hold exactly the experts of this place in a group of `size`."""
         loaded = self._held.loaded
         loaded_whole = loaded is not None and loaded.model.expert_group is None
         if self._held.place is None or loaded_whole:
@@ -180,12 +180,12 @@ class InProcessExecutor(GroupExecutor):
             self._leader.wait()
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
-        """Meet the other engines and take steps with them from now on.
+        """Connect to the other engines and take steps with them from now on.
 
-        Its place has been prepared. At rank 0 they meet at the listener.
+        The place must have been prepared. Rank 0 accepts connections on the listener.
 
         Raises:
-            GroupBroken: not everybody came.
+            GroupBroken: not all engines connected.
             WorkerFailed: a worker has died.
         """
         assert self._held.place == GroupPlace(spec.rank, spec.size), "another place was prepared"
@@ -210,23 +210,23 @@ class InProcessExecutor(GroupExecutor):
 
     @property
     def device_type(self) -> str:
-        """Where the KV cache is."""
+        """Device type of the KV cache."""
         return self._device.type
 
     @property
     def block_format(self) -> str:
-        """Shape and type of a block of the KV cache; it may not sleep, as in the two below.
+        """Shape and dtype of a KV cache block; the executor must be awake, as for the two below.
 
-        Where shards have a part each: of such a part, and how many there are.
+        With tensor parallelism: the format of one shard's part, and the number of parts.
         """
         assert self._runner is not None
         own = self._runner.block_format
         return own if self._leader is None else f"{self._leader.group.size} parts of {own}"
 
     def read_block(self, block_id: int) -> bytes:
-        """Return what a block of the KV cache holds; no step may write to it.
+        """Return the contents of a KV cache block; no step may be writing to it.
 
-        With workers, their parts follow this process's, and it waits for the steps in flight.
+        With workers, their parts follow this process's, and the call waits for steps in flight.
 
         Raises:
             WorkerFailed: a worker has died.
@@ -238,9 +238,9 @@ class InProcessExecutor(GroupExecutor):
         return self._between_steps(partial(self._leader.read_block, block_id, content))
 
     def write_block(self, block_id: int, content: bytes) -> None:
-        """Replace what a block holds by what another one held; no step may use it.
+        """Overwrite a block with the contents of another one; no step may be using it.
 
-        With workers it waits and raises as `read_block` does.
+        With workers, it waits and raises like `read_block`.
         """
         assert self._runner is not None
         if self._leader is not None:
@@ -248,7 +248,7 @@ class InProcessExecutor(GroupExecutor):
         self._runner.write_block(block_id, content)
 
     def submit(self, plan: BatchPlan) -> PendingResult:
-        """Run a step, or have the worker thread run it after those before it.
+        """Run a step, or queue it to the step thread.
 
         Raises:
             RuntimeError: the executor sleeps or was shut down.
@@ -265,11 +265,11 @@ class InProcessExecutor(GroupExecutor):
         return pending if self._leader is None else TeamStep(pending, self._leader.team)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, at level 2 the weights too, in all processes.
+        """Free the KV cache, and at level 2 the weights, in all processes.
 
-        At level 1 the weights of an accelerator wait in the host's memory; where that has no room
-        for them they are freed and read again from the checkpoint's files. Workers have all again
-        when `wake_up` allocates the KV cache.
+        At level 1 an accelerator's weights are offloaded to host memory, or, if that has no room,
+        freed and later reloaded from the checkpoint. Workers restore theirs when `wake_up`
+        allocates the KV cache.
         """
         self._runner = self._pipelined = None
         self._held.sleep(level)
@@ -277,7 +277,7 @@ class InProcessExecutor(GroupExecutor):
             self._leader.call(Sleep(level))
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
-        """Load the weights again if they are gone, and allocate the KV cache if it is wanted.
+        """Restore or reload the weights, and allocate the KV cache if requested.
 
         Raises:
             CannotDo: the model has changed since the start.
@@ -294,20 +294,20 @@ class InProcessExecutor(GroupExecutor):
             self._run_with(loaded)
 
     def load_weights(self, model: str, revision: str | None) -> None:
-        """Compute with another checkpoint from now on, with an empty KV cache.
+        """Switch to another checkpoint, with an empty KV cache.
 
         Raises:
-            CannotDo: it cannot be loaded, or has another shape, or there are workers.
+            CannotDo: it cannot be loaded, has another architecture, or there are workers.
         """
         if self._leader is not None:
             raise CannotDo("weights are replaced in engines of one process only")
         self._replace_weights(replace(self._config.model, model=model, revision=revision))
 
     def weight_transfer(self) -> WeightTransfer:
-        """Return what receives weights of a trainer.
+        """Return the receiver of weights sent by a trainer.
 
         Raises:
-            CannotDo: they cannot be put in place of those of this model.
+            CannotDo: this model's weights cannot be replaced.
         """
         if self._transfer is None:
             self._check_takes_weights()
@@ -318,10 +318,10 @@ class InProcessExecutor(GroupExecutor):
         return self._transfer
 
     def take_weights(self) -> None:
-        """Compute with what a trainer has sent, with an empty KV cache.
+        """Switch to the weights that a trainer has sent, with an empty KV cache.
 
         Raises:
-            CannotDo: it is not all that the model needs, or something else.
+            CannotDo: tensors are missing or unexpected.
         """
         transfer = self.weight_transfer()
         self._check_takes_weights()
@@ -330,10 +330,10 @@ class InProcessExecutor(GroupExecutor):
         self._replace_weights(self._config.model, sent)
 
     def settle_weights(self, *, back: bool) -> None:
-        """Free the weights that were replaced last, or those that they were replaced by."""
+        """Free the previous weights, or with `back` switch back to them and free the new ones."""
         kept, self._kept = self._kept, None
         if back and kept is None:
-            raise CannotDo("the weights before are not there any more")
+            raise CannotDo("the previous weights are no longer available")
         if self._leader is not None:
             self._leader.call(SettleWeights(back))
         if kept is not None and back:
@@ -350,7 +350,7 @@ class InProcessExecutor(GroupExecutor):
             "with --pipeline-parallel-size": self._num_stages > 1,
             "of a GGUF file": is_gguf(self._config.model.model),
         }
-        if loaded is not None:  # a model that sleeps is asked again when weights are taken
+        if loaded is not None:  # a sleeping model is checked again when weights are taken
             reasons |= {
                 "of a model that transformers computes": loaded.loader is None,
                 "of a model that sees images": loaded.vision is not None,
@@ -372,13 +372,13 @@ class InProcessExecutor(GroupExecutor):
             raise CannotDo(str(error)) from error
 
     def _replace_weights(self, settings: ModelConfig, sent: SentTensors | None = None) -> None:
-        """Load other weights; those before stay until they are settled, so both need memory."""
+        """Load other weights; the previous ones are kept until settled, so both need memory."""
         if self._runner is None:
             raise CannotDo("the engine sleeps: wake it up before its weights are replaced")
         before, kept = self._loaded.model, (self._config, self.info)
         self._kept = None
         self._config = replace(self._config, model=settings)
-        what = settings.model if sent is None else "what the trainer has sent"
+        what = settings.model if sent is None else "the trainer's update"
         try:
             if sent is not None and self._leader is not None:
                 self._leader.take_weights(sent)
@@ -395,7 +395,7 @@ class InProcessExecutor(GroupExecutor):
             raise CannotDo(f"{what} cannot be loaded: {error}") from error
         finally:
             if sent is not None:
-                sent.tensors = {}  # the loader would keep them
+                sent.tensors = {}  # the loader would keep them alive
         self.info = replace(self.info, model_fingerprint=loaded.fingerprint)
         self._runner = self._pipelined = None  # which holds the KV cache
         self._run_with(loaded)
@@ -403,22 +403,22 @@ class InProcessExecutor(GroupExecutor):
         give_back_freed_memory(self._device)
 
     def start_profile(self) -> None:
-        """Begin to record what steps do; raises as `StepThread.start_profile`."""
+        """Start a profile of the steps; raises as `StepThread.start_profile`."""
         self._steps.start_profile()
         if self._leader is not None:
             self._leader.call(StartProfile())
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace; raises as `StepThread.stop_profile`.
+        """Stop the profile and write its trace; raises as `StepThread.stop_profile`.
 
-        Workers put `-rank-N` into the names of theirs.
+        Workers add `-rank-N` to the names of theirs.
         """
         self._steps.stop_profile(path)
         if self._leader is not None:
             self._leader.call(StopProfile(str(path)))
 
     def shutdown(self) -> None:
-        """Free the model and the KV cache, and end the workers."""
+        """Free the model and the KV cache, and terminate the workers."""
         self._was_shut_down = True
         self._steps.shutdown()
         if self.grammars is not None:
@@ -433,7 +433,7 @@ class InProcessExecutor(GroupExecutor):
             self._leader.close()
 
     def _between_steps(self, exchange: Callable[[], bytes]) -> bytes:
-        """Call a function that tells the workers something, which steps do too."""
+        """Call a function that sends commands to workers, without interleaving with steps."""
         assert self._leader is not None
         try:
             return self._steps.call(exchange)
@@ -443,7 +443,7 @@ class InProcessExecutor(GroupExecutor):
     def _load(
         self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
     ) -> LoadedModel:
-        """Load the weights, and a draft model's."""
+        """Load the weights, including those of a draft model."""
         loaded = load_model(
             self._config,
             self._device,
@@ -460,7 +460,7 @@ class InProcessExecutor(GroupExecutor):
         return replace(loaded, draft=draft)
 
     def _size_cache(self, loaded: LoadedModel, processes: int) -> ExecutorInfo:
-        """Find how much the KV cache holds; `processes` share this node's memory."""
+        """Size the KV cache; `processes` is the number that share this node's memory."""
         model, pooling = loaded.model, loaded.pooling
         spec = model.spec
         max_model_len = model_length(spec, self._config.model)
@@ -516,7 +516,7 @@ class InProcessExecutor(GroupExecutor):
         return self._held.loaded
 
     def _run_with(self, loaded: LoadedModel) -> None:
-        """Allocate an empty KV cache, and have steps computed with it."""
+        """Allocate an empty KV cache, and build the runner that uses it."""
         model, pooling = loaded.model, loaded.pooling
         if self._leader is not None:
             self._leader.call(Allocate(self.info.num_kv_blocks, self.info.model_fingerprint))

@@ -1,4 +1,4 @@
-"""How many KV blocks the processes of an engine have memory for."""
+"""Sizing of the KV cache across the processes of an engine."""
 
 from dataclasses import dataclass
 
@@ -18,21 +18,21 @@ from engine.shared.config import EngineConfig
 
 @dataclass(frozen=True)
 class KvSizing:
-    """Sizes the KV cache of an engine whose model has been loaded."""
+    """Sizes the KV cache of an engine after its model is loaded."""
 
     config: EngineConfig
     device: torch.device
     processes: int
-    """How many share this node's memory."""
+    """Number of processes that share this node's memory."""
     leader: TeamLeader | None = None
-    """Leads the processes that hold the other parts of the model."""
+    """Leader of the processes with the other parts of the model."""
     draft: Decoder | DraftHead | None = None
-    """The draft model or head, whose keys and values lie in the same blocks."""
+    """The draft model or head, whose keys and values are stored in the same blocks."""
     kept_bytes: int = 0
-    """What the engine keeps besides, later on."""
+    """Memory to reserve for later, besides the KV cache."""
 
     def num_blocks(self, model: Decoder, max_model_len: int, shape: CacheShape) -> int:
-        """Return how many blocks the KV cache has.
+        """Return the number of KV cache blocks.
 
         Raises:
             NotEnoughMemory: it cannot hold one sequence.
@@ -43,7 +43,7 @@ class KvSizing:
         )
         available = self._fewest(max(0, budget) // block_bytes)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-        if self.device.type == "cuda" and not is_given:  # the largest step is tried first
+        if self.device.type == "cuda" and not is_given:  # measure the largest step
             after_trial = self.blocks_after_trial(model, max_model_len)
             available = max(0, after_trial - self.kept_bytes // block_bytes)
         if cache.kv_cache_memory_bytes is not None:  # a stage with more layers has fewer blocks
@@ -60,10 +60,10 @@ class KvSizing:
         )
 
     def blocks_after_trial(self, model: Decoder, max_model_len: int) -> int:
-        """Run the largest step in all processes of this engine; return what it leaves room for.
+        """Run the largest step in all processes of this engine; return the blocks that still fit.
 
-        The other engines that hold experts are not there yet: the step is run as if they did the
-        same as this one. Nothing may be in the KV cache.
+        Other engines that hold experts are not connected yet: the step runs as if they did the same
+        as this one. The KV cache must be empty.
         """
         leader, experts, parallel = self.leader, model.expert_group, self.config.parallel
         if experts is not None:
@@ -91,12 +91,12 @@ class KvSizing:
             self.leader.call(BeginTrial(num_blocks))
 
     def _fewest(self, own: int) -> int:
-        """Return the fewest KV blocks that any process has memory for, once all have answered."""
+        """Return the minimum of free KV blocks over all processes, once all have replied."""
         others = [] if self.leader is None else self.leader.team.collect()
         return min([own, *(answer.free_blocks for answer in others)])
 
     def _block_bytes(self, model: Decoder) -> int:
-        """Return the memory of one block, in the KV caches of both models if there are two."""
+        """Return the bytes of one block, in the KV caches of both models if there are two."""
         models = (model,) if self.draft is None else (model, self.draft)
         size = self.config.cache.block_size
         kept = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0

@@ -1,9 +1,8 @@
-"""Which part of a model each process of an engine computes; free of torch.
+"""The part of a model that each process of an engine computes; free of torch.
 
-An engine's processes are a grid of pipeline stages by shards. The engine's own process, which leads
-and draws the tokens, is the first shard of the last stage. Where the engine spans nodes, each has
-the same number of stages, which follow each other: node 1 the first of them, and node 0, which is
-the leader's, the last.
+An engine's processes form a grid of pipeline stages by shards. The engine's own process, which
+leads and samples, is the first shard of the last stage. If the engine spans nodes, each has the
+same number of consecutive stages: node 1 has the first ones, and node 0, the leader's, the last.
 """
 
 from typing import NamedTuple
@@ -12,14 +11,14 @@ from engine.shared.config import ParallelConfig
 
 
 class Place(NamedTuple):
-    """One process's part: a stage has some of the layers, a shard has a part of each of them."""
+    """One process's part: a stage has some of the layers, a shard a part of each of them."""
 
     stage: int
     shard: int
 
 
 class Layout(NamedTuple):
-    """How many stages there are, shards of each, and nodes that have equally many stages."""
+    """Number of stages, of shards per stage, and of nodes, each with equally many stages."""
 
     stages: int
     shards: int
@@ -27,12 +26,12 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "Layout":
-        """Return what the settings ask for."""
+        """Return the layout of the settings."""
         return cls(parallel.pipeline_parallel_size, parallel.tensor_parallel_size, parallel.nnodes)
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Total number of processes."""
         return self.stages * self.shards
 
     def place(self, rank: int) -> Place:
@@ -49,7 +48,7 @@ class Layout(NamedTuple):
         return [rank for rank in range(self.size) if self.node(rank) == node]
 
     def number(self, rank: int) -> int:
-        """Return a process's number on its node, in the order of stages: so devices are dealt."""
+        """Return a process's index on its node, in stage order, which determines its device."""
         place = self.place(rank)
         return place.stage % self._stages_on_node * self.shards + place.shard
 
@@ -58,13 +57,13 @@ class Layout(NamedTuple):
         return self.stages // self.nodes
 
     def ranks(self, stage: int) -> range:
-        """Return the ranks of a stage's processes, its first shard's first."""
+        """Return the ranks of a stage's processes, first shard first."""
         first = (stage + 1) % self.stages * self.shards
         return range(first, first + self.shards)
 
     @property
     def mates(self) -> range:
-        """Ranks of the leader's own stage, the leader's left out."""
+        """Ranks of the other processes in the leader's stage."""
         return range(1, self.shards)
 
     @property

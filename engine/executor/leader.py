@@ -1,4 +1,4 @@
-"""What an engine's own process tells the processes that hold the model's other parts."""
+"""The leader's side of the protocol between an engine's process and its workers."""
 
 from collections.abc import Sequence
 
@@ -45,18 +45,18 @@ IntArray = npt.NDArray[np.int64]
 
 
 class TeamLeader:
-    """Tells the workers what the model in this process is about to compute.
+    """Sends the workers what the model in this process is about to compute.
 
-    Those of its own stage compute the same layers at the same time. Those of earlier stages are
-    told first, and send what they have computed.
+    Workers of its own stage compute the same layers at the same time. Those of earlier stages get
+    their commands first, and send the hidden states that they compute.
     """
 
     def __init__(self, config: EngineConfig, team: Team, device: torch.device) -> None:
-        """Meet the workers.
+        """Connect to the workers.
 
         Raises:
-            WorkerFailed: one of them cannot start.
-            UnlikeWorkers: one of them has another kind of device.
+            WorkerFailed: a worker cannot start.
+            UnlikeWorkers: a worker has another kind of device.
         """
         self.team = team
         self._device = device
@@ -74,49 +74,49 @@ class TeamLeader:
         self.group = self._grid.shards
 
     def close(self) -> None:
-        """End the workers; idempotent."""
+        """Terminate the workers; idempotent."""
         self._grid.close()
         self.team.close()
 
     def forward(self, step: StepTokens) -> None:
-        """Have those of this stage run all its layers on these tokens."""
+        """Have the workers of this stage run all its layers on these tokens."""
         if self._layout.shards == 1:
             return
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
         images = step.images
         if self._layout.stages > 1 and (images is None or images.whole is None):
-            images = None  # the first stage alone needs them
+            images = None  # only the first stage needs them
         adapters = _slots(step.adapters)
         command = _forward(token_ids, positions, slots, step.rows, adapters, others, images)
         self.team.tell(command, self._layout.mates)
 
     def dummy_step(self) -> None:
-        """Have them run the experts that they hold for other engines."""
+        """Have them run their experts for other engines."""
         self.team.tell(DummyStep(), self._layout.mates)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
-        """Have those of this stage compute their part of the logits of these states."""
+        """Have the workers of this stage compute their part of the logits of these states."""
         self.team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
         self.group.broadcast(hidden.contiguous())
 
     def embed(self, token_ids: Tensor) -> None:
-        """Have those of this stage look tokens up in their part of the embedding."""
+        """Have the workers of this stage look up tokens in their part of the embedding."""
         self.team.tell(Embed(_array(token_ids).tobytes()), self._layout.mates)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have those of this stage put their part of an adapter into a slot."""
+        """Have the workers of this stage load their part of an adapter into a slot."""
         self.team.tell(LoadAdapter(slot, _shapes(weights)), self._layout.mates)
         for pair in weights.values():
             for matrix in pair:
                 self.group.broadcast(matrix.to(self._device).contiguous())
 
     def take_weights(self, sent: SentTensors) -> None:
-        """Have those of this stage load their part of weights of a trainer, beside their own.
+        """Have the workers of this stage load their part of a trainer's weights, keeping the old.
 
         Raises:
-            CannotDo: one of them cannot.
-            WorkerFailed: one of them has died.
+            CannotDo: a worker cannot load them.
+            WorkerFailed: a worker has died.
         """
         names, tensors = list(sent.tensors), list(sent.tensors.values())
         types = [str(each.dtype).removeprefix("torch.") for each in tensors]
@@ -127,7 +127,7 @@ class TeamLeader:
         self.wait()
 
     def read_block(self, block_id: int, own: bytes) -> bytes:
-        """Return what a KV block holds in all processes of this stage, in their order."""
+        """Return the contents of a KV block from all processes of this stage, in rank order."""
         self.team.tell(ReadBlock(block_id), self._layout.mates)
         coming = [
             self.group.begin_receive(torch.empty(len(own), dtype=torch.uint8), rank)
@@ -136,7 +136,7 @@ class TeamLeader:
         return own + b"".join([_bytes(each.wait()) for each in coming])
 
     def write_block(self, block_id: int, content: bytes) -> bytes:
-        """Have them replace what a KV block holds by their parts; return that of this process."""
+        """Have them overwrite their parts of a KV block; return this process's part."""
         self.team.tell(WriteBlock(block_id), self._layout.mates)
         parts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         own, *others = parts.chunk(self.group.size)
@@ -146,30 +146,30 @@ class TeamLeader:
         return _bytes(own)
 
     def earlier(self, model: Decoder) -> EarlierStages | None:
-        """Return the stages before this one, whose part of the model is given; None if none."""
+        """Return the earlier stages, given this one's part of the model; None if there are none."""
         if self._layout.stages == 1:
             return None
         return _TeamStages(self.team, self._grid, self._layout, self._stages[:-1], model)
 
     def call(self, command: Command) -> None:
-        """Have them do something and wait until they have.
+        """Have all workers execute a command and wait until they have.
 
         Raises:
-            CannotDo: one of them could not, for the reason given.
-            WorkerFailed: one of them has died.
+            CannotDo: a worker could not, for the reason given.
+            WorkerFailed: a worker has died.
         """
         self.team.tell(command)
         self.wait()
 
     def wait(self) -> None:
-        """Wait until all have answered what they were told; raises as `call` does."""
+        """Wait for the replies of all workers; raises as `call` does."""
         refused = [answer for answer in self.team.collect() if answer.error]
         if refused:
             raise CannotDo(refused[0].error)
 
 
 class TeamStep:
-    """A step that needs the workers too."""
+    """A step that involves the workers."""
 
     def __init__(self, pending: PendingResult, team: Team) -> None:
         self._pending = pending
@@ -179,8 +179,8 @@ class TeamStep:
         """Return the result.
 
         Raises:
-            ExpertsLost: another engine has failed; this one can take the step again.
-            WorkerFailed: a worker has died, of the reason given.
+            ExpertsLost: another engine has failed; this one can repeat the step.
+            WorkerFailed: a worker has died, for the reason given.
         """
         try:
             return self._pending.result()
@@ -205,7 +205,7 @@ class _TeamStages:
         self._device = model.device
 
     def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
-        """Have them run their layers on these tokens; return the states that will come."""
+        """Have them run their layers on these tokens; return the transfer of the hidden states."""
         states = torch.empty(
             len(rows.token_ids), self._width, dtype=self._dtype, device=self._device
         )
@@ -217,7 +217,7 @@ class _TeamStages:
         return arriving
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Have them put their part of an adapter into a slot, before what they are told next."""
+        """Have them load their part of an adapter into a slot, before any later command."""
         for number, stage in enumerate(self._stages):
             here = {name: pair for name, pair in weights.items() if stage.has(name)}
             first, *others = self._layout.ranks(number)

@@ -1,4 +1,4 @@
-"""From settings to a model on a device; shared by all processes that compute."""
+"""Loads a model onto a device according to the settings, in all computing processes."""
 
 import logging
 from collections.abc import Callable
@@ -48,23 +48,23 @@ from engine.shared.pooling import PoolingSpec, read_pooling
 logger = logging.getLogger(__name__)
 
 _MAX_HEAD_THREADS = 4
-"""More were not measured; each reads its share of some dozen megabytes."""
+"""No more were measured; each reads its share of a few dozen megabytes."""
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
-    """A model, and what is needed to change its parts later."""
+    """A loaded model, and what is needed to change parts of it later."""
 
     model: Decoder
     fingerprint: str
     loader: DecoderLoader | None
-    """Holds the files open that the weights came from; None for a model of transformers."""
+    """Holds the weight files open; None for a model of transformers."""
     pooling: PoolingSpec | None = None
-    """How sequences are made into vectors; None: tokens are drawn."""
+    """How sequences are pooled into vectors; None if the model generates tokens."""
     is_batch_invariant: bool = False
     vision: VisionEncoder | None = None
-    """None where images are refused."""
+    """None if images are refused."""
     draft: Decoder | DraftHead | None = None
-    """Proposes tokens that the model verifies, where the settings name such a model."""
+    """Configured draft model or head, whose tokens the model verifies."""
 
 
 def load_model(
@@ -82,14 +82,14 @@ def load_model(
 ) -> LoadedModel:
     """Load the weights: all of them, the experts of one place, or one shard of each layer.
 
-    Of a model with several pipeline stages only those of the given stage. With --enable-eplb, what
-    is known of the experts' load since the model was loaded before is taken over. A draft model is
-    told the groups of the model that is `served`. A vision encoder is loaded only where the
-    process `sees` images. Weights that were `sent` take the place of the files'.
+    With pipeline stages, only those of the given stage. With --enable-eplb, the expert load
+    measured before a reload is passed as `balance`. A draft model gets the cache groups of the
+    model that is `served`. A vision encoder is loaded only if `sees`. Weights that were `sent`
+    replace the files' weights.
 
     Raises:
         ModelNotFound: there is no such model.
-        UnsupportedModel: the model's config asks for something that is not implemented.
+        UnsupportedModel: the model's config requires an unimplemented feature.
         CheckpointError: the weights do not fit the config.
     """
     settings = config.model
@@ -115,7 +115,7 @@ def load_model(
     spec = msgspec.structs.replace(spec, cache_groups=groups)
     checkpoint: Checkpoint
     if settings.load_format == "sharded_state" and sent is None:
-        # A process alone has all, cut for one.
+        # A single process holds everything, cut for one rank.
         ranks = (0, 1) if shard is None else (shard.group.rank, shard.group.size)
         checkpoint = ShardedState(directory, spec, Cut(spec, *ranks))
     else:
@@ -176,7 +176,7 @@ def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> b
         return False
     reason = why_blind(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
-        reason = f"the weights in {directory}, which have none of a vision encoder"
+        reason = f"the weights in {directory}, which include no vision encoder"
     if reason is not None:
         logger.warning("no images are taken with %s", reason)
     return reason is None
@@ -185,10 +185,10 @@ def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> b
 def _cache_groups(
     config: EngineConfig, spec: ModelSpec, device: torch.device, served: CacheGroups | None = None
 ) -> CacheGroups:
-    """Return which layers share KV blocks, of a draft model beside those of the one `served`.
+    """Return which layers share KV blocks; for a draft model, next to those of `served`.
 
-    A draft model has its keys and values in the blocks of a group that keeps all of them, a draft
-    head in those of all layers. Recorded steps of CUDA devices have one block table.
+    A draft model stores keys and values in the blocks of a group that keeps all positions, a draft
+    head in those of all layers. CUDA graphs support a single block table.
     """
     if served is not None:
         of_layers = (served.windows.index(None),) * spec.num_layers
@@ -206,7 +206,7 @@ def _cache_groups(
 
 
 def _has_head(config: EngineConfig) -> bool:
-    """Whether a draft head proposes tokens."""
+    """Return whether a draft head proposes tokens."""
     scheduling = config.scheduler
     if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
         return scheduling.drafts_with_model
@@ -215,7 +215,7 @@ def _has_head(config: EngineConfig) -> bool:
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:
-    """Return the settings of what drafts, all but its length: a model, a head, or a layer."""
+    """Return the model settings for drafting, except length: a model, a head, or a layer."""
     name, quantization = config.scheduler.speculative_model, config.model.quantization
     quantization = config.scheduler.speculative_model_quantization or quantization
     own = msgspec.structs.replace(config.model, quantization=quantization)
@@ -248,14 +248,14 @@ def _new_balance(
 
 
 def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = None) -> None:
-    """Set this process's threads: its share of the cores, or of the configured threads.
+    """Set this process's thread count: its share of the cores, or of the configured threads.
 
-    A process that is bound has cores of its own, with a thread for each.
-    `cores` are those that the node's engines share; None: those that suit the decoder.
+    A bound process has its own cores, with one thread each. `cores` is the number that the node's
+    engines share; None selects what suits the decoder.
 
     Raises:
         ModelNotFound: there is no such model.
-        UnsupportedModel: the model's config asks for something that is not implemented.
+        UnsupportedModel: the model's config requires an unimplemented feature.
     """
     processes = config.parallel.processes_on_node
     if config.executor.bound_to and not config.executor.threads:
@@ -273,21 +273,21 @@ def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = 
 
 
 def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
-    """Return how many threads the LM head of a large batch may have, whatever the layers have."""
+    """Return the maximum number of threads for the LM head of a large batch."""
     parallel, executor = config.parallel, config.executor
     is_spread = parallel.enable_expert_parallel or parallel.processes > 1
     if is_spread or executor.threads or not fits_caches(spec):
         return 1
-    if executor.bound_to:  # whose threads have all cores that there are for it
+    if executor.bound_to:  # its threads already use all of its cores
         return 1
     return min(_MAX_HEAD_THREADS, num_cores() // engines_on_node)
 
 
 def _free_cores(config: EngineConfig) -> int:
-    """Return how many cores the node's engines compute with.
+    """Return the number of cores the node's engines compute on.
 
-    With a small model, tokens come so fast that front ends and clients need a core, and it gains
-    little from one more itself: so its engines leave them one.
+    A small model produces tokens so fast that front ends and clients need a core, and gains little
+    from one more: so its engines leave them one.
     """
     directory = model_directory(config.model, weights=False)
     if implementation(directory, config.model) == "transformers":
@@ -302,13 +302,13 @@ class TooFewDevices(ValueError):
 def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
     """Return which of the `count` visible devices belongs to a process of an engine.
 
-    Devices are numbered on each node, engine by engine: those of one engine follow each other.
+    Devices are numbered per node, engine by engine, with consecutive numbers for each engine.
 
     Args:
-        worker: which of the engine's processes on this node it is, from 0, in the order of stages.
+        worker: index of the process among the engine's on this node, from 0, in stage order.
 
     Raises:
-        TooFewDevices: the engine's last device is not there.
+        TooFewDevices: the engine's last device does not exist.
     """
     engine, size = parallel.number_on_node, parallel.processes_on_node
     first, last = engine * size, (engine + 1) * size - 1
@@ -324,13 +324,13 @@ def device_number(parallel: ParallelConfig, worker: int, count: int) -> int:
 
 
 def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """Return where one of an engine's processes computes; the leader's rank is 0.
+    """Return the device of one of an engine's processes; rank 0 is the leader.
 
-    It becomes the current device of the calling thread: kernels are launched on that, and graphs
-    recorded, wherever their tensors are.
+    It becomes the current device of the calling thread: kernels are launched and graphs recorded on
+    the current device, wherever their tensors are.
 
     Raises:
-        ValueError: CUDA is asked for and there is none, or not for all engines of the node.
+        ValueError: CUDA is requested but unavailable, or lacks devices for the node's engines.
     """
     wanted = config.model.device
     if wanted == "auto":
@@ -340,7 +340,7 @@ def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")
     worker = Layout.of(config.parallel).number(rank)
-    # torch numbers the devices of CUDA_VISIBLE_DEVICES, where that is set.
+    # torch renumbers the devices of CUDA_VISIBLE_DEVICES, if set.
     number = device_number(config.parallel, worker, torch.cuda.device_count())
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

@@ -1,4 +1,4 @@
-"""Weights that wait in the host's memory while their engine sleeps."""
+"""Weights offloaded to host memory while their engine sleeps."""
 
 import logging
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Copy(NamedTuple):
-    """The bytes of a storage, which stays as it was but for its size."""
+    """A copy of the bytes of a storage, which is only resized."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -20,17 +20,17 @@ class _Copy(NamedTuple):
 
 
 class OffloadedWeights:
-    """Copies in pinned memory of what tensors held, whose memory on the device is free."""
+    """Pinned host copies of tensors whose device memory is freed."""
 
     def __init__(self, copies: list[_Copy]) -> None:
-        """Take copies, and free what they are of."""
+        """Take ownership of copies, and free the device memory."""
         self._copies = copies
         for each in copies:
             each.storage.resize_(0)
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Fill the same tensors again, at other addresses; the copies are of no use after it."""
+        """Refill the same tensors, at other addresses; the copies are used up."""
         for storage, device, host in self._copies:
             storage.resize_(host.nbytes)
             _bytes_of(storage, device).copy_(host, non_blocking=True)
@@ -42,8 +42,8 @@ class OffloadedWeights:
 def offload(models: Iterable[nn.Module | None], device: torch.device) -> OffloadedWeights | None:
     """Move the parameters and buffers of some models from a device to the host.
 
-    Tensors that share memory still do so after it. None if the host has no room for them: then
-    nothing has changed.
+    Tensors that share memory still do so afterwards. Returns None, with nothing changed, if the
+    host has too little memory.
     """
     storages = {}
     for model in models:

@@ -11,23 +11,23 @@ from engine.runner.model_runner import BegunStep, ModelRunner
 
 @dataclass(slots=True)
 class _Step:
-    """A plan that was submitted."""
+    """A submitted plan."""
 
     number: int
     plan: BatchPlan
     follows: int
-    """The step that draws the last of its tokens."""
+    """Number of the step that samples the last of its input tokens."""
     begun: BegunStep | None = None
     error: Exception | None = None
-    """Why it could not be begun."""
+    """Why it could not begin."""
 
 
 class PipelinedSteps:
     """Runs the plans of one runner in order, each in two parts.
 
-    A step is begun, which has the earlier stages compute it, in the thread that submits it or, if a
-    token of it is still to be drawn, right after the step that draws that. It is finished in a
-    thread of its own. So tokens reach the first stage without waiting for the engine's loop.
+    A step begins, which starts the earlier stages, in the submitting thread or, if an input token
+    is still to be sampled, right after the step that samples it. It is finished in a separate
+    thread, so tokens reach the first stage without waiting for the engine's loop.
     """
 
     def __init__(self, runner: ModelRunner, thread: Executor) -> None:
@@ -38,12 +38,12 @@ class PipelinedSteps:
         self._submitted = 0
         self._finished = 0
         self._waiting: deque[_Step] = deque()
-        """Steps that are not begun."""
+        """Steps that have not begun."""
         self._drawn_by: dict[int, int] = {}
-        """By slot: the newest step that draws a token for it."""
+        """Newest step that samples a token, by slot."""
 
     def submit(self, plan: BatchPlan) -> "Future[BatchResult]":
-        """Begin a step if that is possible; return its result, which comes later."""
+        """Begin a step if possible; return a future of its result."""
         with self._lock:
             self._submitted += 1
             before = self._waiting[-1].follows if self._waiting else 0
@@ -57,12 +57,12 @@ class PipelinedSteps:
         return self._thread.submit(self._finish, step)
 
     def _begin_ready(self) -> None:
-        """Begin the steps whose tokens are known, in order; the lock is held."""
+        """Begin the steps whose input tokens are known, in order; the lock must be held."""
         while self._waiting and self._waiting[0].follows <= self._finished:
             step = self._waiting.popleft()
             try:
                 step.begun = self._runner.begin(step.plan)
-            except Exception as error:  # belongs to whoever waits for this step
+            except Exception as error:  # raised to whoever waits for this step
                 step.error = error
 
     def _finish(self, step: _Step) -> BatchResult:

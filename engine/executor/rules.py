@@ -1,4 +1,4 @@
-"""Settings that do not go with each other, with a model, or with what drafts for it."""
+"""Checks for settings that conflict with each other, with a model, or with its draft model."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from engine.shared.pooling import BadPooling, PoolingSpec
 
 
 class BadDraftModel(ValueError):
-    """The draft model does not go with the model that is served, or with the settings."""
+    """The draft model does not match the served model, or the settings."""
 
 
 def check_draft_settings(config: EngineConfig) -> None:
-    """Refuse settings that a draft model does not work with.
+    """Reject settings that do not support a draft model.
 
     Raises:
         BadDraftModel: naming the setting to change.
@@ -33,18 +33,18 @@ def check_draft_settings(config: EngineConfig) -> None:
 
 
 def _asked(refused: dict[str, bool]) -> str:
-    """Return the reasons that apply; "" if nothing is to be refused."""
+    """Return the reasons that apply; "" if none does."""
     return "; ".join(reason for reason, applies in refused.items() if applies)
 
 
 def _asking(config: EngineConfig) -> str:
-    """Return the setting that asks for drafts."""
+    """Return the setting that requests drafts."""
     is_mtp = config.scheduler.speculative_method == "mtp"
     return "--speculative-method mtp" if is_mtp else "--speculative-model"
 
 
 def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
-    """Refuse what a draft head does not work with, beyond what draft models do not either.
+    """Reject settings that do not support a draft head, in addition to those for draft models.
 
     Args:
         config: all settings.
@@ -70,18 +70,18 @@ def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
 def check_draft_model(
     draft: ModelConfig, served: ModelConfig, target: ModelSpec, max_model_len: int
 ) -> None:
-    """Refuse a draft model with other tokens than those of the model that is served.
+    """Reject a draft model whose vocabulary differs from the served model's.
 
     Args:
-        draft: names its files.
-        served: names those of the other.
-        target: what the other is.
-        max_model_len: longest sequence of both.
+        draft: settings of the draft model.
+        served: settings of the served model.
+        target: spec of the served model.
+        max_model_len: maximum sequence length of both.
 
     Raises:
-        BadDraftModel: saying how they differ.
+        BadDraftModel: stating how they differ.
         ModelNotFound: there is no such draft model.
-        UnsupportedModel: its config asks for something that is not implemented.
+        UnsupportedModel: its config requires an unimplemented feature.
     """
     directory = model_directory(draft, weights=False)
     spec = read_spec(directory)
@@ -106,7 +106,7 @@ def check_draft_model(
 
 
 def _tokens(directory: Path) -> dict[int, str] | None:
-    """Return the text of each token as the tokenizer's file has it; None without such a file."""
+    """Return the text of each token in the tokenizer's file; None if there is no such file."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
@@ -121,7 +121,7 @@ def _tokens(directory: Path) -> dict[int, str] | None:
 
 
 def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
-    """Refuse such settings at the start.
+    """Reject settings that do not support pooling models.
 
     Raises:
         BadPooling: naming the setting to change.
@@ -162,7 +162,7 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
 
 
 def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: bool) -> None:
-    """Refuse what does not go with weights that were cut ahead.
+    """Reject settings that do not support pre-sharded weights.
 
     Raises:
         UnsupportedModel: naming the setting to change.
@@ -181,7 +181,7 @@ def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: 
 
 
 def why_blind(config: EngineConfig, vision: VisionSpec) -> str | None:
-    """Return why images are refused; None if they are taken."""
+    """Return why images are refused; None if they are accepted."""
     if not vision.sees_all:
         return None
     scheduling = config.scheduler

@@ -1,8 +1,8 @@
-"""An executor without a model: steps cost what a formula says.
+"""An executor without a model: the cost of a step is given by a formula.
 
-The token at a position is a pure function of the request's seed, the position and the token
-before, so a request continues in the same way in any batch, after a preemption and on any engine.
-With penalties it depends on the set of tokens that the request has drawn before, too.
+The token at a position is a pure function of the request's seed, the position and the previous
+token, so a request continues identically in any batch, after a preemption and on any engine. With
+penalties it also depends on the set of tokens sampled before.
 """
 
 import time
@@ -37,7 +37,7 @@ _MASK = (1 << 64) - 1
 
 
 def simulated_token(seed: int, position: int, previous: int, vocab_size: int) -> int:
-    """Return the token that a request with this seed has at `position`, after `previous`.
+    """Return the token of a request with this seed at `position`, after `previous`.
 
     The mixing step is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
@@ -48,13 +48,13 @@ def simulated_token(seed: int, position: int, previous: int, vocab_size: int) ->
 
 
 def simulated_vector(token_ids: Sequence[int], size: int) -> bytes:
-    """Return the vector of a sequence: float32 numbers from -1 to 1."""
+    """Return the vector of a sequence: `size` float32 numbers from -1 to 1."""
     first = zlib.crc32(array("q", token_ids).tobytes())
     return array("f", [(first * (i + 1) % 2001 - 1000) / 1000 for i in range(size)]).tobytes()
 
 
 def is_penalized(sampling: SamplingParams) -> bool:
-    """Whether the tokens drawn so far change how the next one is drawn."""
+    """Return whether the tokens sampled so far affect how the next one is sampled."""
     return (
         sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
@@ -63,21 +63,21 @@ def is_penalized(sampling: SamplingParams) -> bool:
 
 
 def penalized_seed(seed: int, output_token_ids: Sequence[int]) -> int:
-    """Return the seed that takes the place of a request's own after these output tokens."""
+    """Return the seed that replaces a request's own after these output tokens."""
     return (seed + sum(set(output_token_ids)) * 0xD6E8FEB86659FD93) & _MASK
 
 
 def adapted_seed(seed: int, version: str) -> int:
-    """Return the seed that takes the place of a request's own with a version of an adapter."""
+    """Return the seed that replaces a request's own with an adapter version."""
     return (seed ^ int(version[:16], 16)) & _MASK
 
 
 class StageTimes:
-    """Every stage computes one step after the other, each for an equal part of the step's cost.
+    """Timing of pipeline stages: each computes one step at a time, for an equal part of its cost.
 
-    A step enters the first stage when that is free and the tokens that it goes on from have been
-    drawn, by the last stage. Times are in seconds: of the monotonic clock, or of one that stands
-    still but while somebody waits for a step.
+    A step enters the first stage when that is free and the step's input tokens have been sampled by
+    the last stage. Times are in seconds: of the monotonic clock, or of a virtual one that advances
+    only while a caller waits for a step.
     """
 
     def __init__(self, num_stages: int, *, virtual: bool) -> None:
@@ -85,16 +85,16 @@ class StageTimes:
         self._now = 0.0
         self._free_at = [0.0] * num_stages
         self.busy = [0.0] * num_stages
-        """How long each stage has computed."""
+        """Total busy time per stage."""
         self._drawn_at: dict[int, float] = {}
-        """By slot: when its newest token is drawn."""
+        """Time at which the newest token is sampled, by slot."""
 
     def now(self) -> float:
-        """Return the time."""
+        """Return the current time."""
         return self._now if self._virtual else time.monotonic()
 
     def run(self, cost: float, slots: Sequence[int], drawing: Iterable[int]) -> float:
-        """Compute a step with rows of these slots, which draws for some; return when it is over."""
+        """Compute a step with these slots, sampling for the `drawing` ones; return its end time."""
         at = max([self.now(), *(self._drawn_at.get(slot, 0.0) for slot in slots)])
         part = cost / len(self.busy)
         for stage, free_at in enumerate(self._free_at):
@@ -105,7 +105,7 @@ class StageTimes:
         return at
 
     def wait_until(self, over_at: float) -> None:
-        """Wait for a step."""
+        """Wait until `over_at`."""
         if self._virtual:
             self._now = max(self._now, over_at)
         elif (remaining := over_at - time.monotonic()) > 0:
@@ -113,14 +113,14 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A simulated step, over at `over_at` by the clock of the stages."""
+    """A simulated step that is done at `over_at`, by the clock of the stages."""
 
     outcome: BatchResult
     over_at: float
     times: StageTimes
 
     def result(self) -> BatchResult:
-        """Sleep until the step would be done and return what it produced."""
+        """Sleep until the step is done and return its result."""
         self.times.wait_until(self.over_at)
         return self.outcome
 
@@ -130,13 +130,13 @@ class SimulatedExecutor(GroupExecutor):
 
     Args:
         config: block size, number of blocks, length limit and cost model.
-        vocab_size: tokens are below this.
-        timing: "real" makes each step take its cost, "virtual" only adds it to `virtual_us` and
-            to a clock that stands still otherwise.
-        adapters: tokens depend on the adapters of requests; without it there are none.
-        grammars: tokens follow the grammars of requests; without it these are refused.
-        pooling: sequences get a vector each, which is a function of their tokens.
-        vision: encodes images, of which nothing is made; without it they are refused.
+        vocab_size: exclusive bound of token ids.
+        timing: "real" makes each step take its cost; "virtual" only adds it to `virtual_us` and to
+            an otherwise stopped clock.
+        adapters: adapters that affect tokens; without it there are none.
+        grammars: tokens follow requests' grammars; without it they are refused.
+        pooling: sequences get a vector each, as a function of their tokens.
+        vision: accepts images, which have no effect; without it they are refused.
     """
 
     def __init__(
@@ -171,20 +171,20 @@ class SimulatedExecutor(GroupExecutor):
             embedding_bytes=1024,
         )
         self.virtual_us = 0
-        """Cost of all steps so far."""
+        """Total cost of all steps."""
         self.times = StageTimes(self.info.num_stages, virtual=timing == "virtual")
         self._slots: dict[int, SlotStart] = {}
-        """What each slot has, with the tokens drawn since."""
+        """Contents of each slot, including the tokens sampled since."""
         self._group: Group | None = None
 
     def submit(self, plan: BatchPlan) -> PendingResult:
-        """Run a step; its result is there when the steps before it and its own cost are over.
+        """Run a step; its result is ready once the steps before it and its own cost have elapsed.
 
         Raises:
             GroupBroken: another engine of the group failed; nothing has changed.
         """
         num_tokens = plan.num_tokens
-        if self._group is not None:  # a step takes as long as that of the fullest
+        if self._group is not None:  # a step takes as long as the group's largest
             num_tokens = max(self._group.all_gather_counts(num_tokens))
         self._apply_changes(plan)
         result = self._run(plan)
@@ -195,31 +195,31 @@ class SimulatedExecutor(GroupExecutor):
         return _Pending(result, over_at, self.times)
 
     def sleep(self, level: int) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         self._slots.clear()
         self._placed.clear()
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
-        """Nothing has to be loaded."""
+        """Do nothing: there are no weights."""
 
     def load_weights(self, model: str, revision: str | None) -> None:
-        """Forget all sequences; tokens do not depend on any weights."""
+        """Drop all sequences; tokens do not depend on weights."""
         self.sleep(1)
 
     def settle_weights(self, *, back: bool) -> None:
-        """Forget all sequences, if weights are to be had back."""
+        """Drop all sequences when switching back."""
         if back:
             self.sleep(1)
 
     def prepare_group(self, position: int, size: int) -> None:
-        """Load torch, which only groups need."""
+        """Import torch, which only groups need."""
         import engine.distributed.engines  # noqa: F401
 
     def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
-        """Meet the other engines, and exchange the size of every step with them.
+        """Connect to the other engines, and exchange the size of every step with them.
 
         Raises:
-            GroupBroken: not everybody came.
+            GroupBroken: not all engines connected.
         """
         from engine.distributed.engines import join_engines
 
@@ -228,7 +228,7 @@ class SimulatedExecutor(GroupExecutor):
         return group
 
     def shutdown(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         self._slots.clear()
         if self.grammars is not None:
             self.grammars.shutdown()
@@ -307,7 +307,7 @@ class SimulatedExecutor(GroupExecutor):
         )
 
     def _draw(self, state: SlotStart, proposed: list[int], choices: list[list[int]]) -> list[int]:
-        """Replace the proposed tokens at the end of a slot by those that are right and one more."""
+        """Replace the proposed tokens at the end of a slot by the accepted ones and one more."""
         token_ids, sampling = state.token_ids, state.sampling
         end = len(token_ids) - len(proposed)
         del token_ids[end:]

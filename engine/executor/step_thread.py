@@ -1,4 +1,4 @@
-"""Where an executor runs its steps: in a thread of their own, or in the caller's."""
+"""Runs an executor's steps, in a separate thread or in the caller's."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,52 +16,52 @@ Result = TypeVar("Result")
 
 
 class StepThread:
-    """Runs steps one after the other, in order.
+    """Runs steps in order, one at a time.
 
-    Where steps overlap they run in a thread of their own and `submit` returns at once (torch
-    releases the GIL while it computes); else `submit` returns when the step is done.
+    If steps overlap, they run in a separate thread and `submit` returns immediately (torch releases
+    the GIL while it computes); otherwise `submit` returns when the step is done.
     """
 
     def __init__(self, device: torch.device, *, own: bool) -> None:
-        """Make it; `own` if steps, which compute on a device, overlap with what the caller does."""
+        """Create it; `own` gives it a thread, so that steps overlap with the caller's work."""
         self.pool = _one_thread(device) if own else None
-        """The thread, where there is one of its own."""
+        """The thread, if it is separate."""
         self._in_group = False
         self._loss: Exception | None = None
-        """Why a step of a group has failed, and with it those after it."""
+        """Error of a failed step in a group, which fails all later steps."""
         self._profile: profile | None = None
 
     def submit(
         self, run: Callable[[BatchPlan], BatchResult], plan: BatchPlan
     ) -> "Future[BatchResult]":
-        """Run a step, or have the thread run it after those before it."""
+        """Run a step, or queue it to the thread."""
         if self.pool is not None:
             return self.pool.submit(self._run, run, plan)
         finished: Future[BatchResult] = Future()
         try:
             finished.set_result(run(plan))
-        except Exception as error:  # belongs to whoever waits for this step
+        except Exception as error:  # raised to whoever waits for this step
             finished.set_exception(error)
         return finished
 
     def regroup(self) -> None:
-        """Steps hold collectives with another group from now on; none is in flight.
+        """Clear a group's failure, as steps use another group from now on; none may be in flight.
 
-        In a group no step follows one that failed: it needs tokens of that, and the other members
-        would take its collectives for those that they still wait for.
+        In a group no step may follow a failed one: it needs tokens of the failed step, and other
+        members would mistake its collectives for the ones they still wait for.
         """
         self._in_group = True
         self._loss = None
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function between two steps, and wait for it; raises what it raises."""
+        """Call a function between two steps and return its result; propagates exceptions."""
         return function() if self.pool is None else self.pool.submit(function).result()
 
     def start_profile(self) -> None:
-        """Begin to record what steps do, in memory: record seconds, not hours.
+        """Start recording a profile in memory: record seconds, not hours.
 
         Raises:
-            CannotDo: a profile is being recorded.
+            CannotDo: a profile is already being recorded.
         """
         if self._profile is not None:
             raise CannotDo("a profile is being recorded already")
@@ -73,13 +73,13 @@ class StepThread:
         self._profile = recorded
 
     def stop_profile(self, path: Path) -> None:
-        """End the recording and write its trace, gzipped if the name ends so.
+        """Stop recording and write the trace, gzipped if the file name ends in .gz.
 
-        Missing directories are made.
+        Missing directories are created.
 
         Raises:
-            CannotDo: nothing is being recorded.
-            OSError: the trace cannot be written; nothing of it is left.
+            CannotDo: no profile is being recorded.
+            OSError: the trace cannot be written; a partial file is removed.
         """
         recorded, self._profile = self._profile, None
         if recorded is None:
@@ -107,16 +107,16 @@ class StepThread:
             raise
 
     def shutdown(self) -> None:
-        """Let the step that runs end; the others never begin."""
+        """Finish the running step and cancel the queued ones."""
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
 
 def _one_thread(device: torch.device) -> ThreadPoolExecutor:
-    """Return one thread that computes with as many threads as the caller would."""
+    """Return a one-thread pool that computes with the caller's torch thread count."""
     threads = torch.get_num_threads()
 
-    def begin() -> None:  # both are each thread's own
+    def begin() -> None:  # both settings are per thread
         torch.set_num_threads(threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""The worker processes of an engine: starts, commands, watches and ends them. No torch."""
+"""The worker processes of an engine: starting, commanding, watching and ending. No torch."""
 
 import contextlib
 import logging
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CAUSE_TIMEOUT = 0.5
-"""Seconds after a worker's last words in which another's death shows, which they may be about."""
+"""Seconds to wait, after a worker's error, for the death of another that may have caused it."""
 FAILURE_TIMEOUT = 5.0
-"""Seconds in which a failure that somebody has met becomes known, on a busy machine."""
+"""Seconds for a failure observed by one process to become known, on a busy machine."""
 _LARGEST_WORD = 1 << 20
-"""Bytes of what a worker, which may be on another node, says at once."""
+"""Maximum bytes of a message from a worker, which may be on another node."""
 
 
 class WorkerFailed(Exception):
-    """A worker process has died or cannot go on, and with it the engine."""
+    """A worker process has died or cannot continue, so the engine cannot either."""
 
 
 class UnlikeWorkers(ValueError):
-    """Workers, which may be on other nodes, do not go with the engine's own process."""
+    """Workers, possibly on other nodes, do not match the engine's own process."""
 
 
 class _Worker:
-    """One process, here or on another node, with its two sockets."""
+    """A worker process, on this or another node, with its two sockets."""
 
     def __init__(self, rank: int, started: StartedWorker) -> None:
         self.rank = rank
@@ -50,7 +50,7 @@ class _Worker:
         self.statuses = FrameReader(ChildStatus, _LARGEST_WORD)
         self.answers = FrameReader(WorkerReply, _LARGEST_WORD)
         self.has_answered = False
-        """Until it has, it imports libraries and reads no commands."""
+        """Before its first reply it imports libraries and reads no commands."""
 
 
 class Team:
@@ -64,20 +64,20 @@ class Team:
         elsewhere: "NodeLinks | None" = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the workers, which load their libraries while the caller goes on.
+        """Start the workers, which load their libraries in parallel with the caller.
 
         Args:
-            elsewhere: starts those of other nodes, if the engine spans any.
-            on_failure: is told once, in another thread, why the team is of no use any more.
+            elsewhere: starts the workers of other nodes, if the engine spans several.
+            on_failure: called once, in another thread, with the reason why the team is unusable.
 
         Raises:
-            OSError: a process cannot be started; none is left.
+            OSError: a process cannot be started; none is left running.
         """
         self.size = config.parallel.processes
-        settle_environment(sharers(config, engines_on_node))  # which the workers inherit
+        settle_environment(sharers(config, engines_on_node))  # inherited by the workers
         self._on_failure = on_failure
         self.abort: Callable[[], None] | None = None
-        """Called before that: ends what waits for a worker in a collective."""
+        """Called before `on_failure`: aborts collectives that wait for a worker."""
         self.listener = open_listener("127.0.0.1" if elsewhere is None else elsewhere.host)
         self.address = listener_address(self.listener)
         self._failure: str | None = None
@@ -106,18 +106,18 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers of this node."""
+        """Process ids of the workers on this node."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def meet(self, device: str) -> None:
-        """Wait until all have loaded their libraries.
+        """Wait until all workers have loaded their libraries.
 
         Args:
-            device: the kind that the engine's own process computes on.
+            device: device type of the engine's own process.
 
         Raises:
-            WorkerFailed: one of them has died.
-            UnlikeWorkers: one of them computes on another kind.
+            WorkerFailed: a worker has died.
+            UnlikeWorkers: a worker uses another device type.
         """
         for answer in self.collect():
             if answer.device != device:
@@ -127,10 +127,10 @@ class Team:
                 )
 
     def tell(self, command: Command, ranks: Collection[int] | None = None) -> None:
-        """Send a command to all, or to those of these ranks.
+        """Send a command to all workers, or to those of these ranks.
 
         Raises:
-            WorkerFailed: one of them does not listen any more.
+            WorkerFailed: a worker no longer listens.
         """
         frame = pack_frame(command)
         for worker in self._workers:
@@ -142,10 +142,10 @@ class Team:
                 raise self.failure() from error
 
     def collect(self) -> list[WorkerReply]:
-        """Wait for an answer of each worker; those that are only told steps give none.
+        """Wait for one reply from each worker; step commands are not replied to.
 
         Raises:
-            WorkerFailed: one of them will not answer.
+            WorkerFailed: a worker will not reply.
         """
         answers: list[WorkerReply] = []
         while len(answers) < len(self._workers):
@@ -156,13 +156,13 @@ class Team:
         return answers
 
     def failure(self) -> WorkerFailed:
-        """Return what went wrong, once it is known."""
+        """Return the failure, waiting until it is known."""
         if self._failure is None:
             self._thread.join(FAILURE_TIMEOUT)
         return WorkerFailed(self._failure or "the worker processes have lost each other")
 
     def close(self) -> None:
-        """End all workers; idempotent."""
+        """Terminate all workers; idempotent."""
         self._closing = True
         self._dismiss()
         self._thread.join()
@@ -171,7 +171,7 @@ class Team:
     def _dismiss(self) -> None:
         for worker in self._workers:
             for connection in (worker.lifeline, worker.commands):
-                with contextlib.suppress(OSError):  # the other end was faster
+                with contextlib.suppress(OSError):  # the other end closed first
                     connection.shutdown(socket.SHUT_RDWR)
             if worker.process is not None and not worker.has_answered:
                 worker.process.kill()
@@ -187,7 +187,7 @@ class Team:
             self._elsewhere.close()
 
     def _watch(self) -> None:
-        """Pass answers on until a worker fails or all are told to end."""
+        """Pass on replies until a worker fails or the team is closed."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.lifeline, selectors.EVENT_READ, worker)
@@ -214,7 +214,7 @@ class Team:
             self._on_failure(self._failure or "")
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> str:
-        """Read from a socket; return what a worker complains of, if it does."""
+        """Read from a socket; return a worker's failure message, or ""."""
         worker: _Worker = key.data
         is_answer = key.fileobj is worker.commands
         data = b""
@@ -225,7 +225,7 @@ class Team:
                 worker.has_answered = True
                 self._answers.put(answer)
             if not data:
-                selector.unregister(key.fileobj)  # its lifeline says what it died of
+                selector.unregister(key.fileobj)  # its lifeline reports the cause
             return ""
         for status in worker.statuses.feed(data):
             if isinstance(status, ChildFailed):

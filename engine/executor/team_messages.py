@@ -1,7 +1,7 @@
 """Messages between the processes of one engine. No torch.
 
-The first of them, the leader, is the engine's own process. It alone knows requests, plans and
-tokens: it tells the others before each part of a step what to compute, as plain arrays.
+The leader is the engine's own process. Only it knows requests, plans and tokens: before each part
+of a step it sends the workers what to compute, as plain arrays.
 """
 
 import msgspec
@@ -10,23 +10,23 @@ from engine.distributed.spec import GroupSpec
 from engine.shared.config import EngineConfig
 
 GROUP_TIMEOUT = 120.0
-"""Seconds that the processes of an engine wait for each other inside a step."""
+"""Seconds that the processes of an engine wait for each other within a step."""
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True):
-    """What a worker process is started with."""
+    """Launch parameters of a worker process."""
 
     config: EngineConfig
     engine: int
     """Rank of its engine."""
     rank: int
-    """Its own among the engine's processes; the leader's is 0."""
+    """Its rank among the engine's processes; 0 is the leader."""
     size: int
     address: str
-    """HOST:PORT where the processes meet."""
+    """HOST:PORT of the rendezvous."""
     engines_on_node: int
     commands: int = -1
-    """Descriptor of the socket on which it is told what to do, and answers."""
+    """Descriptor of the socket for commands and replies."""
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +41,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Whole(msgspec.Struct, frozen=True, array_like=True):
-    """As in `WholeImages`."""
+    """Arrays as in `WholeImages`."""
 
     queries: bytes
     computed: bytes
@@ -56,101 +56,101 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     slots: bytes
     rows: Rows
     adapters: bytes = b""
-    """Slot of each token's adapter; empty if none has one."""
+    """Adapter slot of each token; empty if no token has one."""
     other_slots: tuple[bytes, ...] = ()
-    """Of the groups of layers after the first."""
+    """KV slots for each layer group after the first."""
     image_tokens: bytes = b""
-    """As in `ImageTokens`; empty if no token stands for an image."""
+    """As in `ImageTokens`; empty if there are no image tokens."""
     image_embeddings: bytes = b""
-    """Of these tokens, in the type that the model computes in."""
+    """Embeddings of these tokens, in the model's compute dtype."""
     whole_images: Whole | None = None
 
 
 class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run the experts that are here for the other engines of the group."""
+    """Run the local experts for the other engines of the group."""
 
 
 class PrepareGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Hold the experts of this place of the engine in a group of engines; answered."""
+    """Hold the experts of this place in a group of engines; replied to."""
 
     position: int
     size: int
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Meet the other engines' processes; answered."""
+    """Connect to the other engines' processes; replied to."""
 
     spec: GroupSpec
     """The engine's place among the engines."""
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute logits of so many states, which are broadcast next."""
+    """Compute logits of `num_rows` hidden states, which are broadcast next."""
 
     num_rows: int
     adapters: bytes = b""
-    """As for `Forward`, of these rows."""
+    """Adapter slots of these rows, as in `Forward`."""
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Look these tokens up in the embedding, of which each shard has a part."""
+    """Look up tokens in the embedding, of which each shard has a part."""
 
     token_ids: bytes
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Put an adapter into a slot.
+    """Load an adapter into a slot.
 
-    Its matrices are broadcast next in the stage, one after the other, by the stage's first shard.
+    Its matrices are broadcast next within the stage, in order, by the stage's first shard.
     """
 
     slot: int
     shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]]
-    """Of A and B by the decoder's names of the modules."""
+    """Shapes of A and B, by the decoder's module names."""
     data: bytes = b""
-    """The matrices one after the other, for the first shard of a stage before the leader's."""
+    """The concatenated matrices, for the first shard of a stage before the leader's."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Have the weights, and an empty KV cache of so many blocks; answered."""
+    """Restore the weights, and allocate an empty KV cache; replied to."""
 
     num_blocks: int
     fingerprint: str
-    """Of the leader's weights, which the worker's have to be parts of."""
+    """Fingerprint of the leader's weights, which must match the worker's."""
 
 
 class BeginTrial(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Have a KV cache of so many blocks for the largest step, and watch memory; answered."""
+    """Allocate a KV cache for the largest step, and measure memory; replied to."""
 
     num_blocks: int
 
 
 class EndTrial(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Free that cache and answer with the blocks that the step has left room for."""
+    """Free that cache; replied to with the number of blocks that still fit."""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Free the KV cache and at level 2 the weights; answered."""
+    """Free the KV cache, and at level 2 the weights; replied to."""
 
     level: int
 
 
 class ReadBlock(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Send the leader what a KV block holds here."""
+    """Send the leader the local contents of a KV block."""
 
     block_id: int
 
 
 class WriteBlock(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Replace what a KV block holds here by what the leader sends next."""
+    """Overwrite the local part of a KV block with data that the leader sends next."""
 
     block_id: int
 
 
 class TakeWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Load this part of weights of a trainer, and keep those before; answered.
+    """Load the local part of a trainer's weights, keeping the previous ones; replied to.
 
-    The tensors are broadcast next, as they are in checkpoints, one after the other.
+    The tensors are broadcast next, in order, as stored in checkpoints.
     """
 
     names: list[str]
@@ -159,17 +159,17 @@ class TakeWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SettleWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Free the weights that were replaced last, or have them back if they are there; answered."""
+    """Free the previous weights, or switch back to them if they exist; replied to."""
 
     back: bool
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Begin to record; answered."""
+    """Start recording a profile; replied to."""
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write what was recorded; answered."""
+    """Write the recorded profile; replied to."""
 
     path: str
 
@@ -196,11 +196,11 @@ Command = (
 
 
 class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
-    """A worker has started, loaded its part, or carried out a command."""
+    """Reply of a worker that has started, loaded its part, or executed a command."""
 
     free_blocks: int
-    """KV blocks, of its part, that it has memory for."""
+    """KV blocks of its part that fit in memory."""
     error: str = ""
-    """Why it could not; the worker goes on."""
+    """Why the command failed; the worker continues."""
     device: str = ""
-    """In the first answer: the kind of its device, which has to be the leader's too."""
+    """Only in the first reply: its device type, which must match the leader's."""

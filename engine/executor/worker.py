@@ -1,7 +1,7 @@
-"""A worker process of an engine: computes its part of the model as it is told.
+"""A worker process of an engine: computes its part of the model on command.
 
-It keeps no requests and draws no tokens. It ends when the engine's process does, whatever killed
-that, and reports what it cannot go on from.
+It holds no requests and samples no tokens. It exits when the engine's process does, whatever the
+reason, and reports fatal errors.
 """
 
 import logging
@@ -79,11 +79,11 @@ from engine.shared.own_process import end_signals
 logger = logging.getLogger(__name__)
 
 _SENT_AHEAD = 16
-"""Steps whose states may be on their way to the next stage: more than are ever in flight."""
+"""Maximum sends of states to the next stage in progress: more than are ever in flight."""
 
 
 class Worker:
-    """One rank behind the leader."""
+    """One rank other than the leader."""
 
     def __init__(self, launch: WorkerLaunch, grid: Grid, device: torch.device) -> None:
         self._config = launch.config
@@ -100,23 +100,23 @@ class Worker:
             place = GroupPlace(launch.engine % size, size)
         self._engines: EngineGroup | None = None
         self._held = HeldModel(self._load, device, place, logger.debug)
-        # An engine alone has all experts in its own processes.
+        # A single engine has all experts in its own processes.
         self._held.share_experts(grid.shards if parallel.data_parallel_size == 1 else None)
         self._cache: list[Tensor] = []
         self._steps = StepThread(device, own=False)
         self._trial: MemoryTrial | None = None
         self._arriving: deque[Transfer] = deque()
-        """States of the stage before, of steps that it has been told."""
+        """Receives of states from the previous stage, for pending steps."""
         self._leaving: deque[Transfer] = deque()
-        """States on their way to the stage after."""
+        """Sends of states to the next stage in progress."""
         given = launch.config.cache.kv_cache_memory_bytes
         self.free_blocks = (given or available_memory(device, self._processes)) // self._block_bytes
-        """KV blocks of this rank that there is memory for, as was found last."""
+        """KV blocks of this rank that fit in memory, as last measured."""
         keep_freed_memory()
 
     @torch.inference_mode()
     def expect(self, command: Command) -> None:
-        """Prepare for a coming command: its states may arrive before its turn."""
+        """Prepare for an upcoming command: its states may arrive before it is executed."""
         if isinstance(command, Forward) and self._stage > 0:
             model = self._loaded
             num_tokens = len(_integers(command.token_ids))
@@ -127,7 +127,7 @@ class Worker:
 
     @torch.inference_mode()
     def obey(self, command: Command) -> bool:
-        """Carry out a command; return whether it has to be answered.
+        """Execute a command; return whether it requires a reply.
 
         Raises:
             CannotDo: nothing has changed.
@@ -136,7 +136,7 @@ class Worker:
             case Forward() | DummyStep() | Embed():
                 try:
                     self._step(command)
-                except ExpertsLost as error:  # which the leader has been told too
+                except ExpertsLost as error:  # the leader has got it too
                     logger.info("%s", error)
             case PrepareGroup(position, size):
                 self._prepare_group(GroupPlace(position, size))
@@ -171,7 +171,7 @@ class Worker:
         return not isinstance(command, unanswered)
 
     def _operate(self, command: Command) -> None:
-        """Do what an operator wants."""
+        """Execute a command that originates from an operator."""
         match command:
             case Sleep(level):
                 self._cache = []
@@ -217,7 +217,7 @@ class Worker:
         except Exception as error:
             raise CannotDo(f"worker {self._rank}: {error}") from error
         finally:
-            sent.tensors = {}  # the loader would keep them
+            sent.tensors = {}  # the loader would keep them alive
 
     def _prepare_group(self, place: GroupPlace) -> None:
         if self._engines is not None:
@@ -292,7 +292,7 @@ class Worker:
         self._held.join_experts()
 
     def _own_name(self, path: Path) -> Path:
-        """Return this rank's path for what all of them write."""
+        """Return this rank's variant of a file path that all ranks write."""
         suffixes = "".join(path.suffixes)
         return path.with_name(f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}")
 
@@ -329,7 +329,7 @@ class Worker:
         return None if bank is None or not slots else bank.rows(_integers(slots))
 
     def _load_adapter(self, command: LoadAdapter) -> None:
-        """Take the matrices from the message at a stage's first shard, from that at the others."""
+        """Read matrices from the message on a stage's first shard, else from its broadcast."""
         model, broadcast = self._loaded, self._grid.shards.broadcast
         data = bytearray(command.data)
         stored = torch.frombuffer(data, dtype=model.dtype) if data else None
@@ -369,11 +369,10 @@ def _unpacked(rows: Rows) -> AttentionRows:
 
 
 def commands(connection: socket.socket, expect: Callable[[Command], None]) -> Iterator[Command]:
-    """Yield what comes until the leader closes the connection.
+    """Yield commands until the leader closes the connection.
 
     Args:
-        expect: is told of each command as soon as it is here, maybe some commands before its turn.
-    """
+        expect: called with each command on arrival, possibly some commands before it is yielded."""
     reader = FrameReader(Command)
     here: deque[Command] = deque()
     while True:
@@ -388,10 +387,10 @@ def commands(connection: socket.socket, expect: Callable[[Command], None]) -> It
 
 
 def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
-    """Join the leader, load this rank's part, and obey until the leader closes the connection.
+    """Join the leader, load this rank's part, and execute commands until the connection closes.
 
     Raises:
-        Exception: whatever makes it impossible to go on.
+        Exception: any error that prevents continuing.
     """
     set_threads(launch.config, launch.engines_on_node)
     device = take_device(launch.config, launch.rank)
@@ -417,7 +416,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
     """Run a worker for the engine that started this process; return the exit code."""
     log = launch.config.log
     name_process(f"engine {launch.engine} worker {launch.rank}", log.log_level, log.log_format)
-    # The engine ends its workers; what a whole control group is sent is for the engine to decide.
+    # The engine ends its workers; signals to a whole control group are for the engine to handle.
     for signum in end_signals():
         signal.signal(signum, signal.SIG_IGN)
     lifeline.watch(on_lost=lambda: os._exit(0))
@@ -425,7 +424,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
         with socket.socket(fileno=launch.commands) as connection:
             serve(launch, connection)
     except GroupBroken as error:
-        lifeline.failed(str(error))  # whoever broke it has more to say
+        lifeline.failed(str(error))  # the process that broke it reports the cause
         return 1
     except Exception as error:
         logger.exception("worker %d of engine %d cannot go on", launch.rank, launch.engine)

@@ -1,4 +1,4 @@
-"""Where a tensor-parallel worker starts: all is settled before libraries are imported."""
+"""Entry point of a worker: settles the environment before libraries are imported."""
 
 import msgspec
 

@@ -15,13 +15,13 @@ from engine.shared.lifeline import LIFELINE_VARIABLE, pack_frame
 logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "engine.executor.worker_main"
-"""What workers run."""
+"""Module that workers run."""
 END_TIMEOUT = 5.0
-"""Seconds that workers get to end after their sockets were closed."""
+"""Seconds for workers to exit after their sockets were closed."""
 
 
 class StartedWorker(NamedTuple):
-    """A worker process, and this side of its two sockets."""
+    """A worker process, with this side's ends of its two sockets."""
 
     process: "subprocess.Popen[bytes] | None"
     """None if it is on another node, which ends it when its sockets are closed."""
@@ -30,7 +30,7 @@ class StartedWorker(NamedTuple):
 
 
 def start_worker(launch: WorkerLaunch) -> StartedWorker:
-    """Start a worker and hand it what it is launched with.
+    """Start a worker and send its launch parameters.
 
     Raises:
         OSError: the process cannot be started.
@@ -48,13 +48,13 @@ def start_worker(launch: WorkerLaunch) -> StartedWorker:
     launch = msgspec.structs.replace(launch, commands=descriptors[1])
     try:
         lifeline.sendall(pack_frame(launch))
-    except OSError:  # it has died already: whoever watches its lifeline sees it
+    except OSError:  # already dead: noticed by whoever watches its lifeline
         logger.debug("worker %d does not listen", launch.rank)
     return StartedWorker(process, lifeline, commands)
 
 
 def end_worker(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a worker has ended whose sockets were closed; kill it if it does not."""
+    """Wait for the exit of a worker whose sockets were closed; kill it on timeout."""
     try:
         process.wait(END_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -63,10 +63,10 @@ def end_worker(process: "subprocess.Popen[bytes]") -> None:
 
 
 def spawn(lifeline: int, commands: int) -> "subprocess.Popen[bytes]":
-    """Start a process that has these descriptors: its lifeline, and its commands.
+    """Start a process that inherits these descriptors: its lifeline, and its commands.
 
     Raises:
-        OSError: that is not possible.
+        OSError: the process cannot be started.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", WORKER_MODULE],

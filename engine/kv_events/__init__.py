@@ -1,1 +1,1 @@
-"""Tells others which KV blocks an engine holds, in vLLM's events."""
+"""Publishes the KV blocks that an engine holds, as vLLM's events."""

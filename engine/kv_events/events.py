@@ -1,7 +1,7 @@
-"""What became of an engine's KV blocks, as vLLM 0.32 encodes it.
+"""KV block events in the encoding of vLLM 0.32.
 
-Subscribers decode the messages with vLLM's own types (`vllm.distributed.kv_events`), so names,
-order and tags are theirs.
+Subscribers decode the messages with vLLM's types (`vllm.distributed.kv_events`), so names, order
+and tags must match those.
 """
 
 from collections import deque
@@ -13,26 +13,26 @@ from engine.shared.messages import ROOT_SIZE
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Blocks that follow each other can be found from now on."""
+    """Consecutive blocks have been cached."""
 
     block_hashes: list[bytes]
-    """The digest of all tokens up to each block's end, 16 bytes."""
+    """Digest of all tokens up to each block's end, 16 bytes."""
     parent_block_hash: bytes | None
-    """Of the block before; None at the beginning of a sequence."""
+    """Digest of the previous block; None at the start of a sequence."""
     token_ids: list[int]
-    """Of all these blocks."""
+    """Tokens of all these blocks."""
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str] | None] | None = None
-    """For each block, in hexadecimal digits: the root that its digests begin with, where it is that
-    of an adapter, a tenant or a `cache_salt`; then what it shows of each image."""
+    """For each block, in hex: the root of its digests, if that of an adapter, a tenant or a
+    `cache_salt`; then the digest and offset of each image in it."""
     group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Blocks cannot be found any more."""
+    """Blocks are no longer cached."""
 
     block_hashes: list[bytes]
     medium: str | None
@@ -40,14 +40,14 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
-    """No block can be found any more."""
+    """No blocks are cached any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventLog:
-    """Collects the events of a step for a publisher. Used by the engine's thread alone."""
+    """Collects the events of a step for a publisher. Only for the engine's thread."""
 
     def __init__(
         self, block_size: int, medium: str, publish: Callable[[list[Event]], None]
@@ -66,15 +66,15 @@ class KvEventLog:
         token_ids: Sequence[int],
         shown: Sequence[bytes] = (),
     ) -> None:
-        """Note a new block.
+        """Record a new block.
 
         Args:
-            group: of layers, whose block it is.
-            root: what the digests of its sequence begin with.
-            digests: of the block before, if there is one, and of this one.
+            group: layer group of the block.
+            root: root of the sequence's digests.
+            digests: of the previous block, if there is one, and of this one.
             start: index of its first token.
-            token_ids: of the sequence.
-            shown: what its digest says of images beside its tokens.
+            token_ids: all tokens of the sequence.
+            shown: digests and offsets of images in the block.
         """
         tokens = list(token_ids[start : start + self._block_size])
         own = [] if root == bytes(ROOT_SIZE) else [root]
@@ -106,42 +106,41 @@ class KvEventLog:
         )
 
     def removed(self, group: int, digest: bytes) -> None:
-        """Note that a block's content is about to be overwritten."""
+        """Record that a block is about to be overwritten."""
         self._events.append(BlockRemoved([digest], self._medium, group))
 
     def cleared(self) -> None:
-        """Note that all blocks were forgotten, and publish it at once."""
+        """Record that all blocks were dropped, and publish it immediately."""
         self._events = [AllBlocksCleared()]
         self.flush()
 
     def flush(self) -> None:
-        """Publish what was collected."""
+        """Publish the collected events."""
         if self._events:
             self._publish(self._events)
             self._events = []
 
 
 SNAPSHOT = 2**64 - 1
-"""The number that asks for all blocks instead of the batches that are kept."""
+"""Start number that requests all blocks instead of the kept batches."""
 
 
 class Journal:
     """Batches of one engine process.
 
-    The first one says that nothing is there: whoever sees the numbers begin anew has to do with a
-    new process.
+    The first batch clears all blocks, since restarting numbers indicate a new process.
     """
 
     def __init__(self, rank: int, max_batches: int) -> None:
         self._rank = rank
         self._batches: deque[tuple[int, bytes]] = deque(maxlen=max_batches)
         self._blocks: dict[tuple[int | None, bytes], BlockStored] = {}
-        """All blocks that can be found, each by itself, in the order of their being stored."""
+        """All cached blocks, as single-block events, in order of storage."""
         self._next = 0
         self._encoder = msgspec.msgpack.Encoder()
 
     def add(self, events: Sequence[Event], timestamp: float) -> tuple[int, bytes]:
-        """Return the number of a new batch, and its content."""
+        """Add a batch; return its number and content."""
         for event in events:
             match event:
                 case AllBlocksCleared():
@@ -159,8 +158,8 @@ class Journal:
     def replay(self, start: int, timestamp: float) -> list[tuple[int, bytes]]:
         """Return the batches from a number on.
 
-        Where one of them is no longer kept, and for `SNAPSHOT`, it is one batch instead, with the
-        newest number: that all is cleared, and all blocks that there are.
+        If one of them is no longer kept, or for `SNAPSHOT`, return instead a single batch with the
+        newest number that clears all blocks and stores the current ones.
         """
         is_kept = not self._next or (self._batches and self._batches[0][0] <= start)
         if is_kept and start != SNAPSHOT:

@@ -1,7 +1,7 @@
-"""Publishes events of KV blocks on ZeroMQ sockets, as vLLM's engines do, from a thread of its own.
+"""Publishes KV block events on ZeroMQ sockets, like vLLM's engines, from a separate thread.
 
-They contain the tokens of prompts: TCP sockets are encrypted and need the cluster key, as all
-sockets between processes do.
+Events contain prompt tokens: TCP sockets are encrypted and require the cluster key, like all
+sockets between processes.
 """
 
 import os
@@ -18,34 +18,34 @@ from engine.shared.transport import Transport
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _MAX_REQUEST = 64
-"""Bytes of a request for batches."""
+"""Maximum bytes of a replay request."""
 _SHUTDOWN_SECONDS = 5.0
 
 
 class BadKvEvents(ValueError):
-    """The settings of events are wrong, or their sockets cannot be bound."""
+    """The settings of events are invalid, or their sockets cannot be bound."""
 
 
 class KvEventSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--kv-events-config`: vLLM's names."""
+    """`--kv-events-config`, with vLLM's names."""
 
     enable_kv_cache_events: bool = True
     publisher: str = "zmq"
     endpoint: str = "tcp://*:5557"
-    """Where engine 0 binds; each other one adds its rank to the port."""
+    """Address of engine 0; each other engine adds its rank to the port."""
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000
     max_queue_size: int = 100_000
-    """Not needed: the thread encodes and sends, and never waits for a subscriber."""
+    """Ignored: the thread encodes and sends, and never waits for a subscriber."""
     topic: str = ""
 
 
 def read_settings(text: str | None) -> KvEventSettings | None:
-    """Return what the flag says; None if there are to be no events.
+    """Parse the flag; return None if events are disabled.
 
     Raises:
-        BadKvEvents: it is no such JSON object.
+        BadKvEvents: the value is invalid.
     """
     if text is None:
         return None
@@ -65,7 +65,7 @@ def read_settings(text: str | None) -> KvEventSettings | None:
 
 
 def check_events(config: EngineConfig, *, pools: bool) -> None:
-    """Refuse settings with which there are no KV blocks to find.
+    """Reject settings under which no KV blocks are cached.
 
     Raises:
         BadKvEvents: naming the setting to change.
@@ -79,7 +79,7 @@ def check_events(config: EngineConfig, *, pools: bool) -> None:
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return where the engine of this rank binds.
+    """Return the address that the engine with this rank binds.
 
     Raises:
         BadKvEvents: it is neither tcp:// with a port nor ipc://.
@@ -93,7 +93,7 @@ def endpoint_of(endpoint: str, rank: int) -> str:
 
 
 class KvEventPublisher:
-    """Publishes batches in order, and sends those again that a subscriber asks for.
+    """Publishes batches in order, and replays those that a subscriber requests.
 
     Raises:
         BadKvEvents: an endpoint cannot be bound.
@@ -117,16 +117,16 @@ class KvEventPublisher:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where it is bound, the replay endpoint last."""
+        """Bound addresses, the replay endpoint last."""
         return [str(each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in self._sockets]
 
     def publish(self, events: list[Event]) -> None:
-        """Publish a batch; returns at once."""
+        """Publish a batch; returns immediately."""
         self._queue.put(events)
         os.eventfd_write(self._wakeup, 1)
 
     def shutdown(self) -> None:
-        """Publish what is there, and end; idempotent."""
+        """Publish queued batches, and end the thread; idempotent."""
         if self._wakeup < 0:
             return
         self._queue.put(None)
@@ -163,7 +163,7 @@ class KvEventPublisher:
                 socket.close(linger=0)
 
     def _publish_queued(self) -> bool:
-        """Publish all that waits; False when there will be no more."""
+        """Publish all queued batches; return False after the last one."""
         os.eventfd_read(self._wakeup)
         while True:
             try:
@@ -176,7 +176,7 @@ class KvEventPublisher:
             self._publish.send_multipart([self._topic, number.to_bytes(8, "big"), content])
 
     def _answer(self, replay: "zmq.Socket[bytes]") -> None:
-        """Answer one request for batches; malformed ones are dropped."""
+        """Answer one replay request; malformed ones are dropped."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return

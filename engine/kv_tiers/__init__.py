@@ -1,1 +1,1 @@
-"""KV blocks beyond an engine's own memory: in files that other engines and later starts read."""
+"""KV blocks stored outside an engine's memory, for other engines and later starts."""

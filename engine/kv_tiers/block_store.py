@@ -1,9 +1,9 @@
 """A directory of KV blocks, one file each, shared by all engines that can write to it.
 
-In `/dev/shm` the directory is host memory that the engines of a node share; on a disk it outlives
-them. A file is written beside its place and renamed, and begins with a digest of its name and its
-content: one that is torn, truncated or of another origin is taken for missing and removed. Who can
-write to the directory can still forge blocks, so it is private to its user.
+In `/dev/shm` the directory is host memory shared by a node's engines; on a disk it outlives them. A
+file is written under a temporary name and renamed, and starts with a digest of its key and
+content: torn, truncated or foreign files count as missing and are removed. Anyone who can write to
+the directory can forge blocks, so it is private to its user.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ from pathlib import Path
 from engine.shared.node_directory import make_private
 
 MODEL_SIZE = 16
-"""Bytes at the beginning of a key that name the model."""
+"""Bytes at the start of a key that identify the model."""
 
 _MAGIC = b"swell kv block 1"
 _DIGEST_SIZE = 16
 _HEADER = len(_MAGIC) + _DIGEST_SIZE
 _SUFFIX = ".kv"
 _LOW_WATER = 0.9
-"""Share of the limit that is left when the least recently used files have been removed."""
+"""Fraction of the limit to which removing the least recently used files shrinks the directory."""
 _SCAN_SHARE = 32
-"""The directory is measured again when this part of the limit was written: others write, too."""
+"""The directory is measured again after writing 1/32 of the limit, since others write too."""
 
 
 class BlockStore:
-    """Keeps the newest blocks that fit into a number of bytes. Methods may block on the disk.
+    """Keeps the newest blocks that fit into `max_bytes`. Methods may block on disk I/O.
 
     Args:
-        root: made if it is not there; it has to be private to this user.
-        max_bytes: limit for all files below the root, of all models.
-        outlives_users: False: the last engine that closes it removes the directory.
+        root: created if missing; must be private to this user.
+        max_bytes: limit for all files below the root, over all models.
+        outlives_users: if False, the last engine to close it removes the directory.
 
     Raises:
-        OSError: the directory cannot be used; a PermissionError if others could get at it.
+        OSError: the directory cannot be used; PermissionError if others have access to it.
     """
 
     def __init__(self, root: Path, max_bytes: int, *, outlives_users: bool) -> None:
@@ -51,10 +51,10 @@ class BlockStore:
         fcntl.flock(self._user_lock, fcntl.LOCK_SH)
 
     def read(self, key: bytes) -> bytes | None:
-        """Return a block's content, or None if it is not there.
+        """Return a block's content, or None if it is missing.
 
         Raises:
-            BadBlock: it is not what was written, and has been removed.
+            BadBlock: it is damaged or foreign, and has been removed.
             OSError: the file system fails.
         """
         path = self._path(key)
@@ -67,14 +67,14 @@ class BlockStore:
             path.unlink(missing_ok=True)
             raise BadBlock(f"{path} is damaged or was not written by this program: removed")
         with contextlib.suppress(OSError):
-            os.utime(path)  # the least recently used ones are removed first
+            os.utime(path)  # for LRU removal
         return content
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Keep a block; the least recently used ones make room for it.
+        """Store a block; the least recently used ones are removed to make room.
 
         Returns:
-            Whether it was written; not if it is there, or larger than all room.
+            Whether it was written; False if it exists or exceeds the limit.
 
         Raises:
             OSError: the file system is full or fails.
@@ -101,11 +101,11 @@ class BlockStore:
         return True
 
     def clear(self, model: bytes) -> None:
-        """Remove all blocks of a model, whose name their keys begin with."""
+        """Remove all blocks of a model, by key prefix."""
         shutil.rmtree(self._root / model.hex(), ignore_errors=True)
 
     def close(self) -> None:
-        """End the use; idempotent."""
+        """Release the store; idempotent."""
         if self._user_lock < 0:
             return
         if not self._outlives_users:
@@ -120,10 +120,10 @@ class BlockStore:
         return self._root / model / name[-2:] / (name + _SUFFIX)
 
     def _remove_oldest(self, wanted: int = 0) -> int:
-        """Measure the directory; remove the least recently used files if too much is there.
+        """Measure the directory; remove the least recently used files if it is too large.
 
         Returns:
-            The bytes that are left.
+            The remaining bytes.
         """
         found: list[tuple[float, int, str]] = []
         for directory, _, names in os.walk(self._root):
@@ -149,20 +149,20 @@ class BlockStore:
 
 
 def seal(key: bytes, content: bytes) -> bytes:
-    """Return what is kept before a block's content, and tells it from any other."""
+    """Return the header of a block's file, which authenticates key and content."""
     digest = blake2b(key, digest_size=_DIGEST_SIZE)
     digest.update(content)
     return _MAGIC + digest.digest()
 
 
 def _is_being_written(name: str) -> bool:
-    """Whether the process lives that writes a file of this name.
+    """Return whether the process that writes a file of this name is alive.
 
-    One of another container may be taken for dead; its block is then not stored.
+    A process of another container may be considered dead; its block is then not stored.
     """
     process = name.split(".")[-2:][0]
     return process.isdigit() and Path("/proc", process).exists()
 
 
 class BadBlock(Exception):
-    """What was read is not what was written."""
+    """The data read is not what was written."""

@@ -1,4 +1,4 @@
-"""Blocks in a place of a plugin's: another cache server, an object store."""
+"""KV blocks stored by a plugin's connector, such as a cache server or an object store."""
 
 import logging
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,43 +10,44 @@ from engine.shared.plugins import instance_of, load_plugin
 logger = logging.getLogger(__name__)
 
 GROUP = "swell.kv_connectors"
-"""Of entry points: callables `(config: EngineConfig, options: dict)` that make a `KvConnector`."""
+"""Entry-point group of callables `(config: EngineConfig, options: dict)` that build a
+`KvConnector`."""
 
 
 @runtime_checkable
 class KvConnector(Protocol):
-    """Keeps bytes by name. Its methods are called by several threads, never by one that computes.
+    """Stores bytes by key. Methods are called from several threads, never from a computing one.
 
-    What it raises, and what it returns that is not what was saved, counts as an error of the tiers:
-    the block is computed. One that takes over 5 s keeps its request waiting no longer.
+    Exceptions, and returned data other than what was saved, count as tier errors, and the block is
+    recomputed. After 5 s its request stops waiting.
     """
 
     def load(self, key: bytes) -> bytes | None:
-        """Return what was saved under a key, or None."""
+        """Return the data saved under a key, or None."""
         ...
 
     def save(self, key: bytes, data: bytes) -> bool:
-        """Save data of some kilobytes to megabytes; False if that is there, or not taken."""
+        """Save data of kilobytes to megabytes; return False if it exists or is rejected."""
         ...
 
     def clear(self, model: bytes) -> None:
-        """Forget everything whose key begins so."""
+        """Delete all entries whose keys start with `model`."""
         ...
 
     def close(self) -> None:
-        """End the use."""
+        """Release the connector."""
         ...
 
 
 class Connector(NamedTuple):
-    """A connector that is asked for."""
+    """A configured connector."""
 
     name: str
     options: dict[str, Any]
 
 
 class ConnectedStore:
-    """A plugin's connector as one of the stores of the tiers.
+    """Adapts a plugin's connector to a store of the tiers.
 
     Raises:
         BadPlugin: it is not installed, or cannot be opened.
@@ -63,7 +64,7 @@ class ConnectedStore:
         self.clear = self._connector.clear
 
     def read(self, key: bytes) -> bytes | None:
-        """Return a block's content, or None if it is not there.
+        """Return a block's content, or None if it is missing.
 
         Raises:
             BadBlock: it is not what was written.
@@ -73,15 +74,15 @@ class ConnectedStore:
             return None
         content = data[len(seal(key, b"")) :]
         if data != seal(key, content) + content:
-            raise BadBlock("a connector returned something else than was saved")
+            raise BadBlock("a connector returned other data than was saved")
         return content
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Keep a block; return whether it was written."""
+        """Store a block; return whether it was written."""
         return self._connector.save(key, seal(key, content) + content)
 
     def close(self) -> None:
-        """End the use; an error in that is logged and holds up nothing else."""
+        """Close the connector; errors are only logged."""
         try:
             self._connector.close()
         except Exception:

@@ -1,4 +1,4 @@
-"""Opens the tiers that an engine is started with."""
+"""Opens the configured tiers of an engine."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MEMORY_TIERS = Path("/dev/shm")
 
 
 class BadTiers(ValueError):
-    """The tiers do not go with other settings, or cannot be opened."""
+    """The tiers conflict with other settings, or cannot be opened."""
 
 
 @runtime_checkable
@@ -37,9 +37,9 @@ class KvMemory(Protocol):
 
 
 def check_tiers(config: EngineConfig, *, pools: bool) -> None:
-    """Refuse settings that tiers, and blocks of other engines, do not work with.
+    """Reject settings that do not support tiers and blocks of other engines.
 
-    `pools`: whether the model makes vectors in place of tokens.
+    `pools`: whether the model produces vectors instead of tokens.
 
     Raises:
         BadTiers: naming the setting to change.
@@ -64,7 +64,7 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
 
 
 def require_host_memory(config: EngineConfig, executor: KvMemory) -> None:
-    """Refuse a KV cache that blocks cannot be copied from.
+    """Reject a KV cache whose blocks cannot be copied.
 
     Raises:
         BadTiers: it is on a device.
@@ -84,15 +84,15 @@ def open_tiers(
     connectors: Sequence[Connector] = (),
     counters: EngineCounters | None = None,
 ) -> KvTiers | None:
-    """Return the tiers of an engine, or None if it is started without.
+    """Return the tiers of an engine, or None if none are configured.
 
-    Blocks are copied from and to the executor's KV cache. There are peers if other engines read
-    them, or have some; connectors of plugins are written to and read from, too. The fingerprint
-    is of the model's weights, the counters are the engine's.
+    Blocks are copied from and to the executor's KV cache. `peers` are given if other engines read
+    blocks or provide some; plugins' connectors are both written and read. `fingerprint` is that of
+    the model's weights; `counters` are the engine's.
 
     Raises:
         BadTiers: a directory cannot be used.
-        BadPlugin: a connector cannot.
+        BadPlugin: a connector cannot be used.
     """
     cache, flag = config.cache, asking(config)
     if flag is None and peers is None:
@@ -103,7 +103,7 @@ def open_tiers(
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
     ]
     stores: list[BlockStore | ConnectedStore] = []
-    with ExitStack() as opened:  # closed if one that follows cannot be opened
+    with ExitStack() as opened:  # closed if a later one cannot be opened
         for root, max_bytes, outlives_users in wanted:
             if not root or not max_bytes:
                 continue
@@ -129,13 +129,13 @@ def open_tiers(
 
 
 def model_name(executor: KvMemory, fingerprint: str) -> bytes:
-    """Return what blocks are stored for: weights, shape and type, and how they are computed."""
+    """Return the key prefix of blocks: a hash of weights, block format and version."""
     described = f"{fingerprint}\n{executor.block_format}\n{SWELL_VERSION}"
     return blake2b(described.encode(), digest_size=MODEL_SIZE).digest()
 
 
 def asking(config: EngineConfig) -> str | None:
-    """Return the setting that asks for tiers, or for blocks of other engines."""
+    """Return the setting that requests tiers, or blocks of other engines."""
     cache = config.cache
     settings = {
         "--kv-role": cache.kv_role,

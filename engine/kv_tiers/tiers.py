@@ -1,8 +1,8 @@
-"""Copies KV blocks to the stores and back, beside the steps of the engine.
+"""Copies KV blocks to the stores and back, concurrently with the engine's steps.
 
-A block is copied out of the KV cache in the engine's thread, while nothing writes to it, and stored
-by another thread. Blocks that a prompt could use are read while its request waits, and copied into
-the KV cache when it is admitted.
+A block is copied from the KV cache in the engine's thread, while nothing writes to it, and stored
+by another thread. Blocks that a prompt can use are read while its request waits, and copied into
+the KV cache at admission.
 """
 
 import logging
@@ -19,11 +19,11 @@ from engine.kv_tiers.connector import ConnectedStore
 from engine.shared.messages import EngineCounters, KvSource
 
 MAX_UNWRITTEN_BYTES = 256 << 20
-"""Copies that wait to be written; blocks that come while there are more are not stored."""
+"""Maximum bytes queued for writing; further blocks are not stored."""
 MAX_FETCHED_BYTES = 512 << 20
-"""Contents that wait for their requests to be admitted; what is beyond them is computed."""
+"""Maximum fetched bytes whose requests await admission; further blocks are recomputed."""
 FETCH_TIMEOUT = 5.0
-"""Seconds for which a request waits for its blocks; then it is computed with what has come."""
+"""Seconds that a request waits for its blocks before it starts with those that have arrived."""
 
 _NUM_READERS = 2
 _MAX_RECENT = 1 << 16
@@ -32,17 +32,18 @@ _SECONDS_BETWEEN_WARNINGS = 60.0
 logger = logging.getLogger(__name__)
 
 BlockName = tuple[int, bytes]
-"""Group of layers, and digest of all tokens up to the block's end."""
+"""Layer group, and digest of all tokens up to the block's end."""
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Blocks that are read for one request."""
+    """Blocks read for one request."""
 
     read_wanted: Callable[[Callable[[BlockName], bool]], None]
-    """Calls its argument for each block that is of use; that returns whether the block is had."""
+    """Calls its argument for each useful block; the argument returns whether the block was
+    obtained."""
     generation: int
-    """Of the prefix cache that they are for."""
+    """Generation of the prefix cache that they are for."""
     blocks: list[tuple[BlockName, bytes]] = field(default_factory=list)
     settled: bool = False
     """Whether no more blocks are coming."""
@@ -50,14 +51,14 @@ class Fetch:
     deadline: float = 0.0
     num_bytes: int = 0
     pulled: set[BlockName] = field(default_factory=set)
-    """Those of the blocks that came from another engine."""
+    """Blocks that came from another engine."""
 
 
 class Peers(Protocol):
-    """Other engines (`engine.kv_transfer`). All methods but `shutdown` return at once."""
+    """Other engines (`engine.kv_transfer`). All methods but `shutdown` return immediately."""
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
-        """Let another engine read a block once; `read` returns its content if that is needed."""
+        """Let another engine read a block once; `read` returns its content if needed."""
 
     def pull(
         self,
@@ -67,28 +68,28 @@ class Peers(Protocol):
         take: Callable[[BlockName, bytes], bool],
         over: Callable[[bool], None],
     ) -> None:
-        """Have another thread give blocks to `take` while that returns True, then call `over`.
+        """Pass blocks to `take`, from another thread, while it returns True, then call `over`.
 
-        That is told whether all have come.
+        The argument of `over` is whether all have arrived.
         """
 
     def clear(self) -> None:
-        """Offer nothing of what was computed so far."""
+        """Withdraw all offers made so far."""
 
     def shutdown(self) -> None:
         """End all transfers; idempotent."""
 
 
 class KvTiers:
-    """The stores of one engine, fastest first. All methods but `shutdown` return at once.
+    """The stores of one engine, fastest first. All methods but `shutdown` return immediately.
 
     Args:
         stores: a block is written to each, and read from the first that has it.
-        policy: what is stored: all full blocks, or those that leave the KV cache.
-        read_block: returns the content of a block of the KV cache.
-        write_block: replaces it.
-        peers: other engines, if blocks are read from them or by them.
-        counters: of the engine; default: new ones.
+        policy: stores all full blocks, or only evicted ones.
+        read_block: returns the content of a KV cache block.
+        write_block: overwrites it.
+        peers: other engines, if blocks are exchanged with them.
+        counters: the engine's counters; new ones by default.
     """
 
     def __init__(
@@ -102,23 +103,23 @@ class KvTiers:
         counters: EngineCounters | None = None,
     ) -> None:
         self.model = b""
-        """Names what blocks of other weights, formats and versions must not be mixed with."""
+        """Key prefix that separates blocks of different weights, formats and versions."""
         self.on_settled: Callable[[], None] = lambda: None
-        """Called by another thread when a fetch is settled."""
+        """Called from another thread when a fetch is settled."""
         self.stores_all = policy == "all" and bool(stores)
         self.stores_evicted = policy == "evicted" and bool(stores)
         self.write_block = write_block
         self.counters = EngineCounters() if counters is None else counters
-        """Of the engine that it belongs to."""
+        """Counters of its engine."""
         self._stores = stores
         self._peers = peers
         self._read_block = read_block
         self._changed = threading.Condition()
         self._unwritten: deque[tuple[bytes, bytes | None]] = deque()
-        """Keys and contents; without one, all blocks of the model are to be removed."""
+        """Keys and contents to write; content None removes all blocks of the model."""
         self._unwritten_bytes = self._fetched_bytes = 0
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Blocks stored last, by this engine."""
+        """Keys last stored by this engine, in LRU order."""
         self._requested: SimpleQueue[Fetch | None] = SimpleQueue()
         self._unsettled: deque[Fetch] = deque()
         self._is_over = False
@@ -132,7 +133,7 @@ class KvTiers:
             thread.start()
 
     def store(self, name: BlockName, block_id: int) -> None:
-        """Store the content that a block of the KV cache has now."""
+        """Store the current content of a KV cache block."""
         key = _key(self.model, name)
         if key in self._recent:
             return
@@ -149,12 +150,12 @@ class KvTiers:
             self._changed.notify_all()
 
     def offer(self, name: BlockName, block_id: int) -> None:
-        """Offer the content that a block of the KV cache has now to another engine."""
+        """Offer the current content of a KV cache block to another engine."""
         if self._peers is not None:
             self._peers.offer(_key(self.model, name), lambda: self._read_block(block_id))
 
     def clear(self) -> None:
-        """Remove all blocks of the model, also those that other engines stored."""
+        """Remove all blocks of the model, including those stored by other engines."""
         if self._peers is not None:
             self._peers.clear()
         self._recent.clear()
@@ -165,13 +166,13 @@ class KvTiers:
             self._changed.notify_all()
 
     def can_fetch(self, source: KvSource | None) -> bool:
-        """Whether there is anywhere to read blocks from."""
+        """Return whether there is any place to read blocks from."""
         return bool(self._stores) or (source is not None and self._peers is not None)
 
     def fetch(self, fetch: Fetch, source: KvSource | None = None) -> None:
-        """Begin to read blocks, which a `source` has just computed, if it is given.
+        """Start reading blocks, first from a `source` that has just computed them, if given.
 
-        It is settled in time, whatever the stores and others do.
+        The fetch settles in bounded time, regardless of stores and peers.
         """
         fetch.model = self.model
         if source is None or self._peers is None:
@@ -207,7 +208,7 @@ class KvTiers:
         self._requested.put(fetch)
 
     def discard(self, fetch: Fetch) -> None:
-        """The blocks of a fetch have been used, or will not be."""
+        """Release the blocks of a fetch that were used or will not be."""
         with self._changed:
             fetch.settled = True
             self._fetched_bytes -= fetch.num_bytes
@@ -216,7 +217,7 @@ class KvTiers:
             self._changed.notify_all()
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Store what waits to be, in bounded time, and end the threads; idempotent."""
+        """Store queued blocks, in bounded time, and end the threads; idempotent."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._is_over = True
@@ -243,7 +244,7 @@ class KvTiers:
                 for store in self._stores:
                     try:
                         store.clear(key)
-                    except Exception as error:  # a plugin may raise anything
+                    except Exception as error:  # plugins may raise anything
                         self._warn("KV blocks were not removed: %s", error)
             else:
                 self._write(key, content)
@@ -287,7 +288,7 @@ class KvTiers:
             try:
                 content = store.read(key)
             except Exception as error:
-                self._warn("a KV block is computed anew: %s", error)
+                self._warn("a KV block is recomputed: %s", error)
                 continue
             if content is not None:
                 return content
@@ -318,7 +319,7 @@ class KvTiers:
         self.on_settled()
 
     def _warn(self, message: str, *arguments: object) -> None:
-        """Count an error, and log one a minute."""
+        """Count an error, and log at most one per minute."""
         self.counters.kv_tier_errors += 1
         now = time.monotonic()
         if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:

@@ -1,1 +1,1 @@
-"""KV blocks that engines hand each other: what one has computed of a prompt, another reads."""
+"""Transfer of a prompt's KV blocks from the engine that computed them to another."""

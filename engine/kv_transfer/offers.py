@@ -1,7 +1,7 @@
-"""Copies of KV blocks that other engines will read. No I/O, no clock.
+"""Copies of KV blocks offered to other engines. No I/O, no clock.
 
-They are copies, so the blocks of the KV cache are free as soon as their request ends, whatever
-becomes of those who wanted to read them.
+Since they are copies, the KV cache blocks are free as soon as their request ends, whatever happens
+to the readers.
 """
 
 from collections import OrderedDict
@@ -16,29 +16,30 @@ class _Offer(NamedTuple):
 
 
 class Offers:
-    """Keeps each block until it was read as often as it was offered, at most for some seconds.
+    """Keeps each block until it was read as often as offered, for a limited time.
 
-    Blocks that were offered several times make room for others: the beginnings of many prompts,
-    which their readers mostly have by then. No other block does: one that does not fit is not
-    taken. So of a prompt that is too long its beginning stays, which is of use without the rest.
+    Blocks that were offered several times are evicted for new ones: they are shared prompt
+    prefixes, which most readers already have by then. Others are never evicted; a block that does
+    not fit is rejected. So of a prompt that is too long the beginning is kept, which is usable
+    alone.
 
     Args:
         max_bytes: limit for all contents.
-        seconds: how long a block waits for its readers after it was offered last.
+        seconds: how long a block waits for its readers after the last offer.
     """
 
     def __init__(self, max_bytes: int, seconds: float) -> None:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._once: OrderedDict[bytes, _Offer] = OrderedDict()
-        """Those that were offered once; in both the first to expire are first."""
+        """Blocks offered once; in both, the first to expire come first."""
         self._again: OrderedDict[bytes, _Offer] = OrderedDict()
-        """Those that were offered again while they were there."""
+        """Blocks offered again while present."""
         self.num_bytes = 0
-        """Of all contents."""
+        """Total size of all contents."""
 
     def renew(self, key: bytes, now: float) -> bool:
-        """Offer a block to one reader more; False if it is not there."""
+        """Offer a block to one more reader; return False if it is not present."""
         offer = self._once.pop(key, None) or self._again.pop(key, None)
         if offer is None:
             return False
@@ -46,7 +47,7 @@ class Offers:
         return True
 
     def put(self, key: bytes, content: bytes, now: float) -> bool:
-        """Offer a block that is not there to one reader; False if there is no room for it."""
+        """Offer an absent block to one reader; return False if there is no room."""
         assert key not in self._once
         assert key not in self._again
         while self.num_bytes + len(content) > self._max_bytes:
@@ -58,18 +59,18 @@ class Offers:
         return True
 
     def read(self, key: bytes) -> bytes | None:
-        """Return a block's content, or None; after the last reader it is gone."""
+        """Return a block's content, or None; it is dropped after the last reader."""
         offer = self._once.get(key) or self._again.get(key)
         if offer is None:
             return None
         if offer.readers > 1:
-            self._again[key] = offer._replace(readers=offer.readers - 1)  # its place stays
+            self._again[key] = offer._replace(readers=offer.readers - 1)  # keeps its place
         else:
             self._forget(key)
         return offer.content
 
     def expire(self, now: float) -> int:
-        """Forget what has waited for too long; return how many blocks."""
+        """Drop expired blocks; return their number."""
         late = [
             key
             for offers in (self._once, self._again)
@@ -80,7 +81,7 @@ class Offers:
         return len(late)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Drop all blocks."""
         self._once.clear()
         self._again.clear()
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""Opens the port for KV blocks of an engine that has a role in a split."""
+"""Opens the KV block port of an engine with a role in disaggregated prefill."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from engine.shared.transport import Transport, advertised_host, bound_address
 
 
 class OpenedPort(NamedTuple):
-    """A port whose thread runs, and what others are told of it."""
+    """A port whose thread runs, with its role and public address."""
 
     port: BlockPort
     role: Role
     address: str
-    """Where others read what the engine offers; empty if it offers nothing."""
+    """Address where others read the engine's offers; empty if it offers nothing."""
 
 
 def open_port(
@@ -33,10 +33,10 @@ def open_port(
     incarnation: int,
     counters: EngineCounters,
 ) -> OpenedPort | None:
-    """Return the port of an engine, or None if it is started without a role.
+    """Return the port of an engine, or None if it has no role.
 
     Raises:
-        BadKvTransfer: the settings are wrong, or the socket cannot be bound.
+        BadKvTransfer: the settings are invalid, or the socket cannot be bound.
         BadTiers: the KV cache is on a device.
     """
     transfer = read_transfer(config.cache, rank)
@@ -65,7 +65,7 @@ def open_port(
 
 
 def _address(cluster: ClusterConfig, incarnation: int) -> str:
-    """Return where to bind: as near as the coordinator is."""
+    """Return the address to bind: ipc, loopback or TCP, like the coordinator's."""
     coordinator = cluster.coordinator_address
     if coordinator.startswith("ipc://"):
         directory = Path(coordinator.removeprefix("ipc://")).parent

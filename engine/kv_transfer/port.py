@@ -1,8 +1,8 @@
 """An engine's sockets for KV blocks, and the thread that reads and writes them.
 
-At one of them others ask for what the engine offers; with one for each peer it pulls what these
-offer. Contents are copied out of the KV cache and into it by the engine's own thread: what travels
-is never memory that a step could write to.
+One socket serves the engine's offers; one per peer pulls the peer's offers. Contents are copied out
+of and into the KV cache by the engine's own thread: memory that a step could write to is never
+sent.
 """
 
 import logging
@@ -38,18 +38,18 @@ from engine.shared.transport import Transport
 PATIENCE = 2.0
 """Seconds without a block after which a peer is given up."""
 DEADLINE = 30.0
-"""Seconds after which a pull is over in any case, those in the queue included."""
+"""Seconds after which a pull ends in any case, including queued pulls."""
 OFFER_SECONDS = 60.0
-"""How long a block waits for its reader."""
+"""Seconds for which a block waits for its reader."""
 WINDOW_BYTES = 8 << 20
-"""What one pull has on its way at once, or a block."""
+"""Maximum bytes in transit per pull, but at least one block."""
 MAX_PULLS_AT_ONCE = 4
-"""Of one peer; further ones wait for their turn."""
+"""Maximum concurrent pulls per peer; further ones are queued."""
 UNUSED_SECONDS = 30.0
-"""After which a connection is closed that nothing is pulled on."""
+"""Seconds after which an idle connection is closed."""
 
 _MAX_QUEUED = 4096
-"""Blocks that wait to be sent to one peer; those beyond them are lost to it."""
+"""Maximum blocks queued to one peer; further ones are dropped."""
 _MEND_INTERVAL = 1.0
 _SHUTDOWN_SECONDS = 5.0
 _SECONDS_BETWEEN_WARNINGS = 60.0
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Order(NamedTuple):
-    """What is to be pulled, and who gets it, as `BlockPort.pull` was told."""
+    """A pull to start; the arguments of `BlockPort.pull`."""
 
     source: KvSource
     model: bytes
@@ -94,19 +94,19 @@ class _Link:
 
 
 class BlockPort:
-    """Offers blocks, and pulls them. All methods but `shutdown` return at once.
+    """Offers blocks, and pulls them. All methods but `shutdown` return immediately.
 
     Args:
-        transport: of this thread alone.
-        address: where to bind; None: nothing is offered.
-        incarnation: of this process.
-        block_bytes: length of every content.
-        max_offered_bytes: limit for the contents that wait for their readers.
-        counters: of the engine.
-        clock: the time in seconds.
+        transport: used by this thread only.
+        address: address to bind; None if nothing is offered.
+        incarnation: id of this process.
+        block_bytes: size of every block's content.
+        max_offered_bytes: limit for contents that wait for their readers.
+        counters: the engine's counters.
+        clock: returns the time in seconds.
 
     Raises:
-        OSError, ValueError, zmq.ZMQError: it cannot be bound.
+        OSError, ValueError, zmq.ZMQError: the address cannot be bound.
     """
 
     def __init__(
@@ -142,23 +142,23 @@ class BlockPort:
         self._links: dict[KvSource, _Link] = {}
         self._num_pulls = 0
         self._is_over = False
-        """Whether the thread takes no more orders."""
+        """Whether the thread accepts no more orders."""
         self._warned_at = -_SECONDS_BETWEEN_WARNINGS
         self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
 
     @property
     def bound_to(self) -> "zmq.Socket[bytes] | None":
-        """The socket where it is asked for blocks; its thread must not have been started."""
+        """The bound socket; the thread must not have been started."""
         return self._bound
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    # -- other threads ---------------------------------------------------------------------------
+    # -- called from other threads ---------------------------------------------------------------
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
-        """Offer a block to one reader; `read` returns its content, if it is not there yet."""
+        """Offer a block to one reader; `read` returns its content, if it is not yet held."""
         now = self._clock()
         with self._lock:
             if self._offers.renew(key, now):
@@ -167,7 +167,7 @@ class BlockPort:
                 self._counters.kv_transfer_dropped_blocks += 1
 
     def clear(self) -> None:
-        """Offer nothing of what was computed so far."""
+        """Withdraw all offers made so far."""
         with self._lock:
             self._offers.clear()
 
@@ -179,10 +179,10 @@ class BlockPort:
         take: Callable[[BlockName, bytes], bool],
         over: Callable[[bool], None],
     ) -> None:
-        """Begin to pull blocks; it is over in time, whatever the peer does.
+        """Start pulling blocks; ends in bounded time, whatever the peer does.
 
-        This object's thread calls both: `take` for each block, while that returns True, and at the
-        end `over` with whether all have come. Where that has ended `over` is called at once.
+        The port's thread calls `take` for each block, while that returns True, and finally `over`
+        with whether all have arrived. If the thread has ended, `over` is called immediately.
         """
         with self._lock:
             if not self._is_over:
@@ -220,7 +220,7 @@ class BlockPort:
                 self._bound.close(linger=0)
 
     def turn(self, readable: Container[object]) -> bool:
-        """Read what sockets have and do what is due; False when it is to end."""
+        """Read from sockets and do what is due; return False when the thread is to end."""
         if self._wakeup in readable and not self._take_orders():
             return False
         if self._bound is not None and self._bound in readable:
@@ -239,12 +239,12 @@ class BlockPort:
 
     @property
     def wait_ms(self) -> int:
-        """For how long nothing is due."""
+        """Milliseconds until something is due."""
         ends = [each.pull.ends_at for link in self._links.values() for each in link.pulls.values()]
         return max(0, int(1000 * (min([self._next_look, *ends]) - self._clock())) + 1)
 
     def _look(self, now: float) -> None:
-        """Do what is due now and then."""
+        """Run periodic work."""
         self._transport.mend()
         with self._lock:
             self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
@@ -256,7 +256,7 @@ class BlockPort:
     # -- offering --------------------------------------------------------------------------------
 
     def _answer_some(self, bound: "zmq.Socket[bytes]") -> None:
-        """Answer what has arrived, each peer's messages in their order."""
+        """Answer all received requests, in order per peer."""
         while True:
             try:
                 frames = bound.recv_multipart(zmq.NOBLOCK)
@@ -265,7 +265,7 @@ class BlockPort:
             try:
                 wanted = decode_wanted(frames[1])
             except (IndexError, msgspec.DecodeError):
-                self._warn("a question for KV blocks was malformed, and is dropped")
+                self._warn("dropped a malformed request for KV blocks")
                 continue
             self._answer(bound, frames[0], wanted)
 
@@ -280,7 +280,7 @@ class BlockPort:
             try:
                 bound.send_multipart([peer, encode(found), content or b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                return  # the peer has gone
+                return  # the peer has disconnected
             if content is None:
                 return
             self._counters.kv_transfer_sent_bytes += len(content)
@@ -288,7 +288,7 @@ class BlockPort:
     # -- pulling ---------------------------------------------------------------------------------
 
     def _take_orders(self) -> bool:
-        """Begin with what was ordered; False if there will be no more."""
+        """Start the ordered pulls; return False after the last order."""
         os.eventfd_read(self._wakeup)
         while True:
             try:
@@ -326,7 +326,7 @@ class BlockPort:
         return link
 
     def _receive(self, link: _Link) -> None:
-        for _ in range(MAX_NAMES):  # then others get their turn
+        for _ in range(MAX_NAMES):  # then other connections are served
             try:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -335,7 +335,7 @@ class BlockPort:
                 found = decode_found(frames[0])
                 content = frames[1]
             except (IndexError, msgspec.DecodeError):
-                self._warn("an answer with KV blocks was malformed, and is dropped")
+                self._warn("dropped a malformed answer with KV blocks")
                 continue
             running = link.pulls.get(found.pull)
             if running is not None:
@@ -348,7 +348,7 @@ class BlockPort:
             len(content) != self._block_bytes
             or checksum(order.model + found.name, content) != found.digest
         ):
-            self._warn("a KV block from %s was damaged: it is computed", order.source.address)
+            self._warn("a KV block from %s was damaged: it is recomputed", order.source.address)
             is_good = False
         name = unpack(found.name)
         if not running.pull.came(name, is_good=is_good, now=now):
@@ -358,14 +358,14 @@ class BlockPort:
             running.pull.give_up()
 
     def _go_on(self, now: float) -> None:
-        """Ask for more, and end what is over."""
+        """Request further blocks, and end pulls that are over."""
         for source, link in list(self._links.items()):
             running = list(link.pulls.values())
             for each in running:
                 each.pull.tick(now)
             if any(each.pull.was_silent for each in running):
-                self._warn("%s sends no KV blocks: they are computed", source.address)
-                self._lose(source)  # what it still sends arrives nowhere
+                self._warn("%s sends no KV blocks: they are recomputed", source.address)
+                self._lose(source)  # discards whatever it still sends
                 continue
             for each in running:
                 if each.pull.is_over:
@@ -390,7 +390,7 @@ class BlockPort:
             self._end(running)
 
     def _lose(self, source: KvSource) -> None:
-        """Close the connection to a peer; nothing more comes of it."""
+        """Close the connection to a peer, ending its pulls."""
         link = self._links.pop(source)
         for socket in (link.socket, link.monitor):
             self._poller.unregister(socket)
@@ -407,7 +407,7 @@ class BlockPort:
         running.order.over(running.pull.is_complete)
 
     def _warn(self, message: str, *arguments: object) -> None:
-        """Log one of these a minute."""
+        """Log at most one warning per minute."""
         now = self._clock()
         if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = now
@@ -415,7 +415,7 @@ class BlockPort:
 
 
 def _is_lost(monitor: "zmq.Socket[bytes]") -> bool:
-    """Whether a connection was lost, or could not be made."""
+    """Return whether a connection was lost, or could not be established."""
     lost = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""How an engine gets the blocks of one prompt from another, as a state machine without I/O."""
+"""An engine's pull of one prompt's blocks from another, as a state machine without I/O."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,17 @@ from engine.kv_tiers.tiers import BlockName
 
 
 class Pull:
-    """Asks for blocks in their order, some ahead of those that have come.
+    """Requests blocks in order, some ahead of those that have arrived.
 
-    What has come is always a beginning of what is wanted: the pull is over with the first block
-    that the peer does not have, that is damaged, that is missing between others, or that does not
-    come in time.
+    The received blocks are always a prefix of the wanted ones: the pull ends with the first block
+    that the peer lacks, or that is damaged, out of order or late.
 
     Args:
-        wanted: names of the blocks, each once; a block is of use if those before it are there.
-        window: most blocks that are asked for and have not come.
+        wanted: names of the blocks, without duplicates; a block is usable only after those before
+            it.
+        window: maximum blocks requested and not received.
         patience: seconds without a block after which the peer is given up.
-        deadline: when it is over in any case, as the times of all calls.
+        deadline: time at which it ends in any case, on the clock of all calls.
     """
 
     def __init__(
@@ -29,30 +29,30 @@ class Pull:
         self._num_asked = 0
         self._waits_since: float | None = None
         self.num_come = 0
-        """Blocks that have come, from the first on."""
+        """Number of blocks received, from the first on."""
         self.is_given_up = False
         self.was_silent = False
-        """Whether it was given up because the peer said nothing."""
+        """Whether it was given up because the peer was silent."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks have come."""
+        """Whether all blocks have arrived."""
         return self.num_come == len(self._wanted)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is to be asked for, or waited for, any more."""
+        """Whether no more blocks are to be requested or awaited."""
         return self.is_given_up or self.is_complete
 
     @property
     def ends_at(self) -> float:
-        """When `tick` ends it unless a block comes."""
+        """Time at which `tick` ends it unless a block arrives."""
         if self._waits_since is None:
             return self._deadline
         return min(self._deadline, self._waits_since + self._patience)
 
     def ask(self, now: float) -> Sequence[BlockName]:
-        """Return the blocks to ask for now; none while half of a window is on its way."""
+        """Return the blocks to request now; none while over half a window is in transit."""
         if self.is_over or 2 * (self._num_asked - self.num_come) > self._window:
             return ()
         asked = self._num_asked
@@ -62,13 +62,13 @@ class Pull:
         return self._wanted[asked : self._num_asked]
 
     def came(self, name: BlockName, *, is_good: bool, now: float) -> bool:
-        """An answer came for a block.
+        """Handle the answer for a block.
 
         Args:
-            is_good: whether the peer has it, and sent it undamaged.
+            is_good: whether the peer has it and it arrived undamaged.
 
         Returns:
-            Whether its content is to be taken.
+            Whether its content is to be used.
         """
         if self.is_over:
             return False
@@ -80,11 +80,11 @@ class Pull:
         return True
 
     def give_up(self) -> None:
-        """Nothing more comes: the peer is lost, or nobody wants the blocks any more."""
+        """End the pull early: the peer is lost, or the blocks are no longer needed."""
         self.is_given_up = not self.is_complete
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Handle timeouts."""
         if self.is_over or now < self.ends_at:
             return
         since = self._waits_since

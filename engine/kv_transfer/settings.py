@@ -1,4 +1,4 @@
-"""What an engine does in a split of prompts and answers: from its flags, or with vLLM's names."""
+"""An engine's role in disaggregated prefill: from its own flags, or vLLM's."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -11,56 +11,56 @@ from engine.shared.plugins import offered
 Role = Literal["prefill", "decode", "both"]
 
 CONNECTOR = "SwellConnector"
-"""The value of `kv_connector` for transfers between engines."""
+"""Value of `kv_connector` for transfers between engines."""
 CHAIN = "MultiConnector"
-"""The one for several: what they are is in `kv_connector_extra_config`."""
+"""Value for several connectors, listed in `kv_connector_extra_config`."""
 
 _ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
 class BadKvTransfer(ValueError):
-    """The settings of transfers are wrong, or their socket cannot be bound."""
+    """The settings of transfers are invalid, or their socket cannot be bound."""
 
 
 class Transfer(NamedTuple):
-    """What an engine does, and how much memory it has for it."""
+    """An engine's role, its memory limit and its connectors."""
 
     role: Role | None
-    """None: nothing is handed on to other engines, or read from them."""
+    """None if no blocks are exchanged with other engines."""
     max_bytes: int
     connectors: tuple[Connector, ...] = ()
-    """Of plugins, in which blocks are looked for in this order."""
+    """Plugins' connectors, in lookup order."""
 
 
 class _VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`--kv-transfer-config`: the keys of vLLM that mean something here."""
+    """`--kv-transfer-config`: the supported keys of vLLM."""
 
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     kv_connector: str = CONNECTOR
     kv_buffer_size: float | None = None
-    """Bytes, as of --kv-transfer-bytes."""
+    """In bytes; overrides --kv-transfer-bytes."""
     kv_buffer_device: str = "cpu"
     kv_load_failure_policy: str = "recompute"
     kv_connector_extra_config: dict[str, Any] = {}
 
 
 class _Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of several."""
+    """`kv_connector_extra_config` with several connectors."""
 
     connectors: Annotated[list[_VllmConfig], msgspec.Meta(min_length=1, max_length=8)]
 
 
 def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
-    """Return what the engine of this rank does; None if it hands no blocks on and reads none.
+    """Return the transfer settings of the engine with this rank; None if there are none.
 
     Raises:
-        BadKvTransfer: the settings contradict each other, or ask for what there is not.
+        BadKvTransfer: the settings conflict, or request something unsupported.
     """
     given = [cache.kv_role is not None, bool(cache.prefill_engines), bool(cache.kv_transfer_config)]
     if sum(given) > 1:
         raise BadKvTransfer(
-            "--kv-role, --prefill-engines and --kv-transfer-config say the same: leave all but one "
-            "out"
+            "--kv-role, --prefill-engines and --kv-transfer-config exclude each other: leave all "
+            "but one out"
         )
     if cache.kv_transfer_config is not None:
         return _read_vllm_config(cache.kv_transfer_config, cache.kv_transfer_bytes)
@@ -79,8 +79,8 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
             plain = _VllmConfig(kv_role="kv_both", kv_connector=CHAIN)
             if msgspec.structs.replace(whole, kv_connector_extra_config={}) != plain:
                 raise BadKvTransfer(
-                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both is said; the rest "
-                    "is for its connectors"
+                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both can be set; the "
+                    "rest belongs to its connectors"
                 )
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error
@@ -102,7 +102,7 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
 
 
 def _check(config: _VllmConfig) -> None:
-    """Refuse what a connector does not heed."""
+    """Reject settings that a connector does not support."""
     name, is_own = config.kv_connector, config.kv_connector == CONNECTOR
     known = sorted({CONNECTOR, CHAIN, *offered(GROUP)})
     refused = {

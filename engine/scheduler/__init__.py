@@ -1,1 +1,1 @@
-"""What decides in an engine: queues, step budgets and KV block bookkeeping. No torch, no I/O."""
+"""The engine's scheduler: queues, step budgets and KV block bookkeeping. No torch, no I/O."""

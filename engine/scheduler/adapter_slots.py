@@ -1,11 +1,11 @@
-"""Which adapters, at most `max_loras`, the next step can use.
+"""Assigns adapter slots: at most `max_loras` adapters can be used in one step.
 
-An adapter takes a slot with its first sequence that runs and keeps it afterwards until another
-needs it: the least recently used one goes, unless it is pinned. While adapters wait for a slot,
-those that have one have it for a turn of `TURN_STEPS` steps. Then as many as are waited for, those
-first that came first, take no new sequences, and what still runs of them after as many steps again
-is preempted. Free slots go to adapters in the order in which they began to wait, so that each
-waits for a bounded number of steps, however many requests there are for the others.
+An adapter is given a slot when its first sequence starts, and keeps it until another adapter needs
+it; the least recently used adapter that is not pinned is evicted. While adapters wait for a slot, a
+resident adapter has it for at least `TURN_STEPS` steps. Then as many residents as there are waiting
+adapters drain, oldest first: they take no new sequences, and sequences that still run after another
+`TURN_STEPS` steps are preempted. Free slots go to waiting adapters in FIFO order, so each waits a
+bounded number of steps regardless of the load on the others.
 """
 
 from collections import Counter
@@ -19,47 +19,47 @@ NO_ADAPTER = -1
 
 @dataclass(slots=True)
 class _Resident:
-    """An adapter that has a slot."""
+    """An adapter that occupies a slot."""
 
     slot: int
     since: int
-    """The step in which its turn began."""
+    """Step in which its current turn began."""
     users: int = 0
-    """Sequences that hold a slot with it."""
+    """Running sequences that use it."""
     drains: bool = False
-    """Whether it takes no new sequences."""
+    """Whether it accepts no new sequences."""
 
 
 class AdapterSlots:
-    """Hands out the slots of adapters, which are known by their versions; "" is none."""
+    """Assigns slots to adapters, identified by version; "" means no adapter."""
 
     def __init__(self, num_slots: int) -> None:
         self.held: set[str] = set()
-        """Versions that the engine has, so that they can be put into slots."""
+        """Versions that the engine has loaded, so that they can be placed in slots."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_slots = num_slots
         self._residents: dict[str, _Resident] = {}
-        """The least recently used one first."""
+        """Least recently used first."""
         self._wanted: dict[str, None] = {}
-        """Wait for a slot, in the order in which they began to."""
+        """Adapters that wait for a slot, in FIFO order."""
         self._pinned: set[str] = set()
         self._placed: dict[int, str] = {}
         self._step = 0
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def residents(self) -> list[str]:
-        """The adapters that have slots."""
+        """Adapters that occupy slots."""
         return list(self._residents)
 
     @property
     def running(self) -> list[str]:
-        """Those of them that sequences use."""
+        """Adapters that running sequences use."""
         return [version for version, resident in self._residents.items() if resident.users]
 
     def admits(self, version: str, *, first: bool = False) -> bool:
-        """Whether a sequence with this adapter may start now, or `first` before all that wait."""
+        """Return whether a sequence with this adapter can start now; `first` skips the queue."""
         if not version:
             return True
         resident = self._residents.get(version)
@@ -75,7 +75,7 @@ class AdapterSlots:
         return before < self._num_available
 
     def overdue(self) -> set[str]:
-        """Return the adapters whose sequences have to give way."""
+        """Return the adapters whose sequences have to be preempted."""
         return {
             version
             for version, resident in self._residents.items()
@@ -85,7 +85,7 @@ class AdapterSlots:
     # -- steps and sequences ---------------------------------------------------------------------
 
     def begin_step(self, waiting: Collection[str]) -> None:
-        """Begin to plan a step, with the adapters of all sequences that wait."""
+        """Begin planning a step, given the adapters of all waiting sequences."""
         self._step += 1
         if not waiting and not self._wanted:
             return
@@ -102,7 +102,7 @@ class AdapterSlots:
             missing -= resident.drains
 
     def take(self, version: str) -> int:
-        """A sequence starts: return the slot of its adapter, which has to be admitted."""
+        """Start a sequence and return its adapter's slot; the adapter must be admitted."""
         if not version:
             return NO_ADAPTER
         resident = self._residents.pop(version, None)
@@ -114,42 +114,42 @@ class AdapterSlots:
             self._wanted.pop(version, None)
         elif not resident.users and not self._wanted:
             resident.since = self._step
-        self._residents[version] = resident  # as the one that was used last
+        self._residents[version] = resident  # now the most recently used
         resident.users += 1
         return resident.slot
 
     def release(self, version: str) -> None:
-        """A sequence needs its adapter no longer."""
+        """Record that a sequence no longer uses its adapter."""
         if version:
             self._residents[version].users -= 1
 
     def take_placed(self) -> dict[int, str]:
-        """Return which slots get other adapters with the step that is being planned."""
+        """Return and clear the adapters to place with the step being planned, by slot."""
         placed, self._placed = self._placed, {}
         return placed
 
     def vacate(self) -> None:
-        """Forget what is in the slots, which nobody may use: the executor has."""
+        """Clear all slots, after the executor has dropped their contents; none may be in use."""
         assert not self.running
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._residents.clear()
         self._placed.clear()
 
-    # -- what operators want ---------------------------------------------------------------------
+    # -- pinning and removal ---------------------------------------------------------------------
 
     def pin(self, version: str) -> bool:
-        """Let an adapter keep its slot from when it gets one; False if too many do already."""
+        """Pin an adapter to its slot, once it has one; return False if too many are pinned."""
         if version not in self._pinned and len(self._pinned) + 1 >= self._num_slots:
             return False
         self._pinned.add(version)
         return True
 
     def unpin(self, version: str) -> None:
-        """Let others have its slot."""
+        """Allow the adapter to be evicted."""
         self._pinned.discard(version)
 
     def drop(self, version: str) -> None:
-        """An adapter is gone for good; no sequence may use it."""
+        """Remove an adapter permanently; no sequence may use it."""
         self.held.discard(version)
         self.unpin(version)
         self._wanted.pop(version, None)

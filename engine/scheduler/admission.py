@@ -1,26 +1,26 @@
-"""How much prefill a step may do: the policy's grant and the step's token budget."""
+"""How much prefill a step can do: the policy's grant and the step's token budget."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
 class Grant(NamedTuple):
-    """What an admission policy allows in one step. It never limits decodes."""
+    """What an admission policy allows in one step. Decodes are never limited."""
 
     token_cap: int = -1
-    """Maximum prefill tokens, of partial prefills and new admissions together; -1 is unlimited,
-    0 holds all prefill."""
+    """Maximum prefill tokens, for partial prefills and new admissions together; -1 is unlimited, 0
+    blocks all prefill."""
     admit_new: bool = True
-    """Whether waiting requests may be admitted."""
+    """Whether waiting requests can be admitted."""
     run_partials: bool = True
-    """Whether prefills that have begun may go on."""
+    """Whether prefills that have begun can continue."""
 
 
 UNLIMITED = Grant()
 
 
 class RankState(NamedTuple):
-    """What a rank tells the policy about itself before it schedules a step."""
+    """State of a rank that is the policy's input before a step is scheduled."""
 
     running: int
     waiting: int
@@ -29,14 +29,14 @@ class RankState(NamedTuple):
     decodes: int = 0
     """Running requests that are past their prefill."""
     ready_prefill_tokens: int = 0
-    """Prefill that this rank could do in this step: partials, and waiting requests that there are
-    slots and blocks for; at most what the decodes leave of the step's budget."""
+    """Prefill tokens that this rank could compute in this step: partial prefills, and waiting
+    requests that fit the free slots and blocks; limited to the budget left after decodes."""
     ready_prefills: int = 0
-    """Requests that these tokens belong to."""
+    """Number of requests with these tokens."""
     passed_over: int = 0
     """Waiting requests that the newest plan did not admit."""
     last_step_us: int = 0
-    """Duration of the newest step that is over; 0 if unknown."""
+    """Duration of the newest completed step; 0 if unknown."""
     last_prefill_tokens: int = 0
     """Prefill tokens that this rank computed in that step."""
 
@@ -47,25 +47,25 @@ NO_LOAD = RankState(0, 0, 0, 0)
 class AdmissionPolicy(Protocol):
     """Decides when prefills run.
 
-    `decide` must be a pure function of its arguments and of earlier calls, in integers only: the
-    ranks of a lockstep group call it with the same table and must all come to the same grant.
+    `decide` must be a pure function of its arguments and earlier calls, using only integers: all
+    ranks of a lockstep group call it with the same table and must compute the same grant.
     """
 
     @property
     def exchanges(self) -> bool:
-        """Whether `decide` needs the states of all ranks; if not, it is given the own state only,
-        and ranks may come to different grants."""
+        """Whether `decide` needs the states of all ranks; if not, it gets only this rank's state,
+        and ranks can compute different grants."""
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return the grant for `step`, given the states of the ranks in rank order.
 
-        Called once before each step. The states are taken after the input queue was drained and
-        nothing that arrives later is admitted in this step. Steps count from 0 in every wave.
+        Called once before each step. States are taken after the input queue is drained; requests
+        that arrive later are not admitted in this step. Steps count from 0 in every wave.
         """
 
 
 class AdmitAll:
-    """The policy `none`: prefill whatever fits."""
+    """The policy `none`: admit whatever fits."""
 
     exchanges = False
 
@@ -75,13 +75,13 @@ class AdmitAll:
 
 
 class StepBudget:
-    """What is left of one step's tokens; the `try_*` methods reserve."""
+    """Remaining tokens of one step; the `try_*` methods reserve them."""
 
     __slots__ = ("_admit_new", "_has_prefill", "_prefill_tokens", "_run_partials", "num_tokens")
 
     def __init__(self, max_tokens: int, grant: Grant = UNLIMITED) -> None:
         self.num_tokens = max_tokens
-        """Tokens that nothing has reserved."""
+        """Unreserved tokens."""
         self._has_prefill = False
         self._prefill_tokens = max_tokens if grant.token_cap < 0 else grant.token_cap
         self._admit_new = grant.admit_new
@@ -101,24 +101,25 @@ class StepBudget:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that are left for prompts."""
+        """Tokens available for prefill."""
         return min(self.num_tokens, self._prefill_tokens)
 
     def try_continue(self, wanted: int, *, whole: bool = False) -> int:
-        """Reserve up to `wanted` tokens for a prefill that has begun; 0 means not in this step.
+        """Reserve up to `wanted` tokens for a partial prefill; 0 means not in this step.
 
-        If `whole`, it is all or none, and the grant may be exceeded: it may never be larger.
+        If `whole`, reserve all or nothing; this can exceed the grant, since grants might
+        always be smaller.
         """
         return self._try_prefill(wanted, whole=whole) if self._run_partials else 0
 
     def try_admit(self, wanted: int, *, whole: bool = False) -> int:
-        """Do the same for a new admission."""
+        """Reserve tokens like `try_continue`, for a new admission."""
         return self._try_prefill(wanted, whole=whole) if self._admit_new else 0
 
     def fits_whole(self, wanted: int) -> bool:
-        """Whether `wanted` tokens are left for a new sequence that is computed in one step.
+        """Return whether `wanted` tokens are available for a new sequence computed in one step.
 
-        The first of a step gets them even if the grant is smaller: it may never be larger.
+        The first one in a step can exceed the grant, since grants might always be smaller.
         """
         if not self.can_admit or wanted > self.num_tokens:
             return False

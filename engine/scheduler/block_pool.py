@@ -1,15 +1,15 @@
-"""Which KV blocks are in use, by how many sequences, and which free block is taken next."""
+"""Allocation of KV blocks: reference counts, and the order of eviction."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Owner of all KV blocks of an engine: reference counts and the order of reuse.
+    """Owner of all KV blocks of an engine: reference counts and eviction order.
 
-    A block is *referenced* by one or more sequences, or free. Free blocks whose content may still
-    be asked for (`keep`) are given out last, least recently released first; `on_evict(block_id)`
-    is called just before such a block gets new content. Every operation is O(1) per block.
+    A block is *referenced* by one or more sequences, or free. Free blocks with reusable content
+    (`keep`) are allocated last, least recently released first; `on_evict(block_id)` is called just
+    before such a block is overwritten. Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], object]) -> None:
@@ -26,12 +26,12 @@ class BlockPool:
         return len(self._blank) + len(self._reusable)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks no sequence references."""
+        """Return how many of these blocks are unreferenced."""
         references = self._references
         return sum(references[block_id] == 0 for block_id in block_ids)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` blocks with one reference each, or None when fewer are free."""
+        """Return `count` blocks with one reference each, or None if fewer are free."""
         if count > self.num_free:
             return None
         return [self._take() for _ in range(count)]
@@ -44,7 +44,7 @@ class BlockPool:
             self._references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each; of kept blocks, those named first are evicted first."""
+        """Drop one reference to each; kept blocks listed first are evicted first."""
         for block_id in block_ids:
             self._references[block_id] -= 1
             if self._references[block_id] > 0:

@@ -1,7 +1,7 @@
-"""Which KV blocks a sequence holds, and how many it needs: one table for each group of layers.
+"""Block tables of sequences, one per layer group, and the number of blocks they need.
 
-Layers of a model are in groups, and a block has the keys and values of one group. Groups whose
-layers slide need only the blocks that reach into their window.
+A block holds the keys and values of one layer group. Groups with sliding-window attention need only
+the blocks that overlap the window.
 """
 
 import sys
@@ -15,18 +15,18 @@ from engine.shared.messages import EncoderInput
 
 NEVER = sys.maxsize
 FREED = -1
-"""Stands in a table for a block behind the window."""
+"""Placeholder in a table for a block that the window has passed."""
 
 
 class CacheShape:
-    """What the groups of a KV cache need, in numbers.
+    """Block requirements of the layer groups of a KV cache.
 
     Args:
-        block_size: tokens of a block.
-        windows: for each group how many last positions a token attends to, itself included; None
-            for all.
-        lookahead: maximum tokens of a sequence that are planned and not known to be computed, and
-            those of one step more. As many have their blocks in advance.
+        block_size: tokens per block.
+        windows: per group, the number of positions a token attends to, including its own; None if
+            unlimited.
+        lookahead: maximum tokens of a sequence that are planned but not known to be computed, plus
+            those of one more step. Blocks for them are allocated in advance.
     """
 
     def __init__(
@@ -35,25 +35,25 @@ class CacheShape:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.sliding = {n: window for n, window in enumerate(windows) if window is not None}
-        """The windows of the groups that have one, by number."""
+        """Window sizes of the sliding groups, by group number."""
         self.spans = tuple(
             NEVER if window is None else -(-(window - 1 + lookahead) // block_size) + 1
             for window in windows
         )
-        """Maximum blocks that a sequence holds of each group."""
+        """Maximum number of blocks per sequence in each group."""
 
     def first_needed(self, group: int, position: int) -> int:
-        """Return the first block of a group that tokens from a position on attend to."""
+        """Return the first block of a group that tokens from `position` on attend to."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of so many tokens holds at once."""
+        """Return the maximum blocks held at once by a sequence of `num_tokens` tokens."""
         blocks = -(-num_tokens // self.block_size)
         return sum(min(blocks, span) for span in self.spans)
 
     def longest(self, num_blocks: int, limit: int) -> int:
-        """Return the length of the longest sequence, up to a limit, that so many blocks hold."""
+        """Return the maximum sequence length, up to `limit`, that fits in `num_blocks` blocks."""
         return bisect_right(range(limit + 1), num_blocks, key=self.blocks_for) - 1
 
 
@@ -64,11 +64,11 @@ def lookahead_tokens(
     num_stages: int = 1,
     in_one_step: bool = False,
 ) -> int:
-    """Return how far ahead of its computed tokens a sequence may be planned.
+    """Return the maximum tokens of a sequence that can be planned but not computed.
 
     Args:
-        max_model_len: tokens of the longest sequence.
-        num_stages: steps that are computed at once.
+        max_model_len: maximum tokens per sequence.
+        num_stages: number of steps in flight at once.
         in_one_step: whether all tokens of a sequence are computed in the same step.
     """
     if in_one_step:
@@ -85,14 +85,14 @@ class GroupTable:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        """Those before `first` are `FREED`."""
+        """Block ids; those before index `first` are `FREED`."""
         self.first = 0
         self.told = 0
-        """Leading blocks that the executor has been told."""
+        """Number of leading blocks already sent to the executor."""
 
 
 class BlockTable:
-    """The KV blocks of one sequence; written by `KVCacheManager` only."""
+    """The KV blocks of one sequence; only `KVCacheManager` modifies it."""
 
     __slots__ = (
         "capacity", "digests", "generation", "groups", "images", "next_commit", "next_release",
@@ -107,37 +107,37 @@ class BlockTable:
         offered: bool = False,
     ) -> None:
         self.root = root
-        """Parent of its first block: tables with different ones share nothing."""
+        """Parent digest of the first block: tables with different roots share no blocks."""
         self.offered = offered
-        """Whether another engine is to read its blocks."""
+        """Whether another engine will read its blocks."""
         self.images = [
             SlotImage(each.position, each.num_tokens, each.digest, each.height, each.width)
             for each in images
         ]
-        """What the sequence shows: blocks with the same tokens and other images are others."""
+        """Images in the sequence: blocks with equal tokens but different images are distinct."""
         self.groups: list[GroupTable] = []
         """Empty for a sequence that holds no blocks."""
         self.num_blocks = 0
-        """Blocks that it holds, of all groups."""
+        """Number of blocks held, over all groups."""
         self.capacity = 0
-        """Positions that the blocks of all groups have room for."""
+        """Number of positions for which all groups have blocks."""
         self.num_admitted = 0
-        """Blocks that the tokens take which were known when it was admitted. A sliding group gets
-        some of them only in exchange for those that it frees."""
+        """Blocks for the tokens known at admission. A sliding group gets some of them only as it
+        frees earlier ones."""
         self.num_untold = 0
-        """Blocks that the executor has not been told."""
+        """Number of blocks not yet sent to the executor."""
         self.digests: list[bytes] = []
-        """Names of the sequence's first full blocks, as far as they were needed or known."""
+        """Digests of the sequence's first full blocks, as far as computed."""
         self.num_committed = 0
-        """Leading blocks that were offered to the prefix cache."""
+        """Number of leading blocks offered to the prefix cache."""
         self.next_commit = NEVER
-        """Computed tokens from which on `commit` has something to do."""
+        """Number of computed tokens from which `commit` has work to do."""
         self.next_release = NEVER
-        """Computed tokens from which on `release_behind` has something to do."""
+        """Number of computed tokens from which `release_behind` has work to do."""
         self.generation = 0
 
     def take_new(self, slot: int) -> list[SlotBlocks]:
-        """Return the blocks that the executor has not been told; now it is, for this slot."""
+        """Return the blocks not yet sent to the executor, for this slot, and mark them as sent."""
         self.num_untold = 0
         if len(self.groups) == 1:
             group = self.groups[0]
@@ -151,7 +151,7 @@ class BlockTable:
         return new
 
     def held(self) -> list[int]:
-        """Return all blocks that it holds, the last ones of each group first."""
+        """Return all blocks held, the last blocks of each group first."""
         if len(self.groups) == 1:
             group = self.groups[0]
             return group.ids[: group.first - 1 if group.first else None : -1]
@@ -164,7 +164,7 @@ class BlockTable:
         ]
 
     def clear(self) -> None:
-        """Hold nothing; names of blocks stay known."""
+        """Drop all blocks; digests are kept."""
         self.groups = []
         self.num_blocks = self.capacity = self.num_admitted = self.num_untold = 0
         self.num_committed = 0

@@ -1,21 +1,21 @@
-"""How many draft tokens pay in a step: what is expected of them against what they cost.
+"""Choice of draft lengths: the expected tokens per step against the cost of drafting.
 
-All prices are parts of what a step costs that computes one token. With `row` the price of each
-further token, a step of R tokens costs C(R) = 1 + row * (R - 1). A draft model or head, one pass
-of which over one token costs `draft`, needs a pass for each place in the drafts: a pass for m
-requests costs draft * C(m). For n requests that are decoded, with drafts of k1 ... kn tokens that
-are right up to their j-th token with chance p(i, j), the step is expected to yield
+All prices are relative to the cost of a step that computes one token. With `row` the price of each
+further token, a step of R tokens costs C(R) = 1 + row * (R - 1). A draft model or head, one pass of
+which over one token costs `draft`, needs a pass per draft position: a pass for m requests costs
+draft * C(m). For n decoding requests, with drafts of k1 ... kn tokens that are accepted up to the
+j-th with probability p(i, j), the expected ratio of tokens to price is
 
     (n + sum of p(i, j) for j <= ki) / (C(n + sum of ki) + sum over places of draft * C(m))
 
-tokens for its price, and the lengths are those for which this is highest. Without drafts it is
-n / C(n): where rows are cheap or few requests run, chances may be low; where they are dear and
-many run, no draft pays. Prices are estimates, and to lose is worse than to miss a small gain: so
-all that drafts add counts `MARGIN` times.
+and the lengths maximize it. Without drafts it is n / C(n): if rows are cheap or few requests run,
+low probabilities suffice; if rows are expensive and many run, no draft pays off. Prices are
+estimates, and a loss is worse than a small missed gain, so all costs of drafts are multiplied by
+`MARGIN`.
 
-Since nothing is learned of drafts that are not made, some are made that are not expected to pay,
-one token longer than the others: what they are expected to lose is at most `PROBED` of the price
-of all steps. Those that turn out right do not count.
+Since nothing is learned without drafts, probes are made that are not expected to pay off, one token
+longer than the chosen length. Their expected loss is at most `PROBED` of the price of all steps;
+accepted probes are not charged.
 """
 
 from collections import defaultdict
@@ -24,74 +24,74 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 _FORGETS = 15 / 16
-"""What a count is worth after another draft of the same request: some 16 count."""
+"""Decay of a request's counts per draft: about the last 16 drafts count."""
 
 _WEIGHT = 4.0
-"""As many drafts of a request count as much as what is known of all requests."""
+"""Weight of the prior, in drafts, against a request's own counts."""
 
 _FIRST = 16
-"""Drafts of each request that count for all: what to expect of the next one."""
+"""Number of first drafts of each request that are counted in the totals over all requests."""
 
 _ALL_FORGET = 255 / 256
 
 _PRIOR = 0.8
-"""Chance of a token to be accepted after all before it, until anything is known."""
+"""Prior acceptance probability of a token, given that all before it were accepted."""
 
 
 class _Counts:
-    """By place in drafts: how many tokens were looked at there, and how many were right."""
+    """Per draft position, decayed counts of tokens verified and of tokens accepted."""
 
     def __init__(self, places: int, forgets: float) -> None:
         self.tried = [0.0] * places
         self.right = [0.0] * places
         self.drafts = 0
         self.probed = -1
-        """The newest step with a probe of a request, unless that was right."""
+        """Step of the request's newest probe; -1 if none, or if it was accepted."""
         self.risked = 0.0
-        """What the probe that is under way may lose."""
+        """Expected loss of the pending probe."""
         self._forgets = forgets
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Nothing is said of the tokens after the first wrong one."""
+        """Count one draft; tokens after the first rejected one carry no information."""
         self.drafts += 1
         for place in range(min(accepted + 1, proposed)):
             self.tried[place] = self.tried[place] * self._forgets + 1
             self.right[place] = self.right[place] * self._forgets + (place < accepted)
 
     def estimate(self, place: int, prior: float) -> float:
-        """Return the chance at a place if those before it were right, from 0 to 1."""
+        """Return the acceptance probability at `place`, given that all before it were accepted."""
         return (self.right[place] + _WEIGHT * prior) / (self.tried[place] + _WEIGHT)
 
 
 PROBED = 0.01
-"""Share of the price of steps that may be lost for finding out whether drafts pay again."""
+"""Fraction of the price of steps that probes may lose."""
 
 MARGIN = 1.25
-"""What is added to a step for drafts counts as so many times its price."""
+"""Factor on all costs that drafts add to a step."""
 
 _MAX_CREDIT = 1.0
-"""Price that probes may save up: steps without anything to probe make no flood of them."""
+"""Maximum credit for probes, in prices, so that it does not accumulate while none are possible."""
 
 
 class Prices(NamedTuple):
-    """What drafts cost, in steps that compute one token."""
+    """Costs of drafts, relative to a step that computes one token."""
 
     row: float
-    """Of each further token of a step."""
+    """Price of each further token of a step."""
     draft: float = 0.0
-    """Of a draft model's pass over one token."""
+    """Price of a draft model's pass over one token."""
 
     def step(self, rows: int) -> float:
         """Return the price of a step of this many tokens, at least 1."""
         return 1 + self.row * (rows - 1)
 
     def more(self, *, opens: bool) -> float:
-        """Return what one more draft token counts, which may need a pass of its own."""
+        """Return the weighted price of one more draft token; `opens` if it needs a pass."""
         return MARGIN * (self.row + self.draft * (1.0 if opens else self.row))
 
 
 class Choice(NamedTuple):
-    """Lengths of drafts, and what a step with them is expected to be."""
+    """Draft lengths, with the expected tokens and price of the step."""
 
     lengths: list[int]
     tokens: float
@@ -99,12 +99,12 @@ class Choice(NamedTuple):
 
 
 def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> Choice:
-    """Return the lengths of drafts for which a step yields the most tokens for its price.
+    """Return the draft lengths that maximize the expected tokens per price of a step.
 
     Args:
-        decodes: requests that are decoded in the step, 1 or more.
-        chances: for each request that can have a draft, and each place of it, how likely it is
-            right up to there: ever lower. One that is not listed gets no token.
+        decodes: number of decoding requests, at least 1.
+        chances: for each request that can have a draft, the probability per position that the draft
+            is accepted up to there, strictly decreasing. Positions not listed get no token.
         prices: of the engine.
     """
     best = Choice([0] * len(chances), float(decodes), prices.step(decodes))
@@ -117,7 +117,7 @@ def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> 
         return best
     deepest = 1 + max(place for _, place, _ in tokens)
     best_taken = 0, 0
-    # Each further place costs a pass, so that shorter drafts for more requests may be better.
+    # Each further position costs a pass, so shorter drafts for more requests can be better.
     for depth in range(1, deepest + 1) if prices.draft else (deepest,):
         taken, right, price = 0, float(decodes), prices.step(decodes)
         opened = [False] * depth
@@ -138,35 +138,35 @@ def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> 
 
 
 class Offer(NamedTuple):
-    """A request that is decoded, and the most tokens that could be drafted for it."""
+    """A decoding request, and the maximum number of tokens to draft for it."""
 
     id: int
     most: int
 
 
 class DraftLengths:
-    """Decides in each step how long drafts are; a pure function of counts, without a clock.
+    """Chooses draft lengths for each step, as a pure function of counts, without a clock.
 
-    A request's own counts are weighed against those of all requests, and a place in the draft
-    against the one before: who was right there is likely to be right again.
+    A request's counts are combined with those of all requests and of the position before, since
+    acceptance there predicts acceptance at the next.
     """
 
     def __init__(self, most: int, prices: Prices) -> None:
-        """Drafts have at most `most` tokens."""
+        """Limit drafts to `most` tokens."""
         self._most = most
         self._prices = prices
         self._all = _Counts(most, _ALL_FORGET)
         self._counts = defaultdict[int, _Counts](lambda: _Counts(most, _FORGETS))
         """By request."""
         self._credit = 0.0
-        """What probes may lose now."""
+        """Loss that probes may still incur."""
         self._step = 0
 
     def decide(self, decodes: int, offers: Sequence[Offer]) -> list[int]:
-        """Return how many tokens to draft for each offer, if 1 or more requests are decoded."""
+        """Return the number of tokens to draft for each offer; `decodes` must be at least 1."""
         self._step += 1
         floor = decodes * self._prices.more(opens=False) / self._prices.step(decodes)
-        # Less likely ones pay beside no others.
+        # Less likely tokens do not pay off, whatever the other drafts are.
         chances = [
             list(takewhile(lambda chance: chance > floor, self._chances(offer))) for offer in offers
         ]
@@ -177,7 +177,7 @@ class DraftLengths:
         return choice.lengths
 
     def observe(self, id: int, proposed: int, accepted: int) -> None:
-        """Of so many tokens that were drafted for a request, the first ones were accepted."""
+        """Record that the first `accepted` of the `proposed` draft tokens were accepted."""
         counts = self._counts[id]
         if counts.drafts < _FIRST:
             self._all.observe(proposed, accepted)
@@ -188,16 +188,16 @@ class DraftLengths:
         counts.risked = 0.0
 
     def forget(self, id: int) -> None:
-        """The request does not run any more."""
+        """Drop the counts of a request that no longer runs."""
         self._counts.pop(id, None)
 
     @property
     def num_tracked(self) -> int:
-        """Number of requests that are remembered."""
+        """Number of requests with counts."""
         return len(self._counts)
 
     def _chances(self, offer: Offer) -> Iterator[float]:
-        """Yield, by place, the chance that a request's draft is right up to there: ever lower."""
+        """Yield the probability, per position, that a draft is accepted up to there."""
         counts = self._counts[offer.id]
         of_all = own = _PRIOR
         chance = 1.0
@@ -209,10 +209,10 @@ class DraftLengths:
             yield chance
 
     def _probe(self, choice: Choice, offers: Sequence[Offer]) -> None:
-        """Lengthen drafts by a token that is not expected to pay.
+        """Lengthen drafts by one token that is not expected to pay off.
 
-        Requests go first that were not probed yet or whose last draft was right, then those that
-        have waited longest.
+        Requests that were never probed, or whose last probe was accepted, come first, then the
+        least recently probed.
         """
         lengths = choice.lengths
         waiting = [index for index, offer in enumerate(offers) if lengths[index] < offer.most]

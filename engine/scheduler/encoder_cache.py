@@ -1,8 +1,8 @@
-"""Which images are encoded in a step, and which the executor keeps encoded.
+"""Decides which images a step encodes, and which embeddings the executor caches.
 
-The embeddings of an image are needed by the steps that compute the tokens which stand for it. They
-are made in the first of these and kept, by the image's digest, for as long as there is room: so an
-image that comes again, or whose sequence is preempted, is not encoded again.
+Steps that compute an image's placeholder tokens need its embeddings. The first such step encodes
+the image; its embeddings are cached by digest while there is room, so an image that recurs, or
+whose sequence was preempted, is not encoded again.
 """
 
 from collections import OrderedDict
@@ -18,30 +18,30 @@ from engine.shared.messages import EncoderInput, EngineCounters
 
 @dataclass(slots=True)
 class _Kept:
-    """The embeddings of an image."""
+    """The cached embeddings of an image."""
 
     num_tokens: int
     step: int
-    """The newest step that needs them."""
+    """Newest step that needs them."""
     users: int = 0
-    """Sequences that are in the middle of it."""
+    """Sequences whose computed tokens end within the image."""
 
 
 @dataclass(slots=True)
 class _Pixels:
-    """What sequences that are not over show, once for all of them."""
+    """Pixels of an image, shared by all unfinished sequences that contain it."""
 
     content: bytes
     users: int = 0
 
 
 class EncoderCache:
-    """Says what is encoded, kept and forgotten; the least recently used goes first.
+    """Decides what to encode, cache and evict, in LRU order.
 
     Args:
-        executor: says how large images are.
-        step_tokens: tokens of the images that are encoded in one step, unless it is one image.
-        num_bytes: for what is kept; there is room for the largest image at least.
+        executor: provides the image sizes.
+        step_tokens: maximum image tokens encoded in one step; a single larger image is allowed.
+        num_bytes: cache capacity; raised to fit the largest image.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class EncoderCache:
         self._max_tokens = max(num_bytes // max(1, executor.embedding_bytes), largest)
         self._counters = counters
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        """The least recently used one first."""
+        """Least recently used first."""
         self._num_tokens = 0
         self._staying: set[bytes] = set()
-        """What the step that is being planned needs, or a sequence is in the middle of."""
+        """Digests that cannot be evicted: used in this step, or partly consumed by a sequence."""
         self._pixels: dict[bytes, _Pixels] = {}
         self._largest = 0
-        """Tokens of the largest image that anybody has shown since nobody did."""
+        """Maximum tokens per image since unfinished requests last had none."""
         self._step = 0
         self._left = 0
-        """Tokens that may still be encoded in the step that is being planned."""
+        """Tokens that can still be encoded in the step being planned."""
         self._encoded: list[EncoderInput] = []
         self._forgotten: list[bytes] = []
 
-    # -- sequences come and go -------------------------------------------------------------------
+    # -- arrival and departure of sequences ------------------------------------------------------
 
     def come(self, request: Request) -> None:
-        """A request has come; pixels that are here already are not held twice."""
+        """Add a request; its images share pixels that are already held."""
         for place, image in enumerate(request.images):
             pixels = self._pixels.setdefault(image.digest, _Pixels(image.pixels))
             pixels.users += 1
@@ -85,7 +85,7 @@ class EncoderCache:
                 request.images[place] = replace(image, pixels=pixels.content)
 
     def leave(self, request: Request) -> None:
-        """A request is over."""
+        """Remove a finished request."""
         for image in request.images:
             pixels = self._pixels[image.digest]
             pixels.users -= 1
@@ -95,7 +95,7 @@ class EncoderCache:
             self._largest = 0
 
     def stop(self, request: Request) -> None:
-        """A request runs no longer: it is in the middle of no image."""
+        """Release the image that a request, which no longer runs, has partly consumed."""
         if request.image is None:
             return
         kept = self._kept[request.image.digest]
@@ -107,7 +107,7 @@ class EncoderCache:
     # -- one step --------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin to plan a step."""
+        """Begin planning a step."""
         self._step += 1
         self._left = self._step_tokens
         self._staying = {digest for digest in self._staying if self._kept[digest].users}
@@ -115,8 +115,8 @@ class EncoderCache:
     def reach(self, images: Sequence[EncoderInput], start: int, count: int) -> int:
         """Return how many of a sequence's next tokens this step can compute.
 
-        That is all of `count` from `start` on, or those before an image that cannot be encoded now.
-        The images are in order of position.
+        Either `count` tokens from `start` on, or those before the first image that cannot be
+        encoded now. `images` must be in order of position.
         """
         staying = sum(self._kept[digest].num_tokens for digest in self._staying)
         left, room, seen = self._left, self._max_tokens - staying, self._staying.copy()
@@ -135,13 +135,13 @@ class EncoderCache:
         return count
 
     def must_be_whole(self, request: Request) -> bool:
-        """Whether steps may not end within the images of a request."""
+        """Return whether steps must not end within an image of the request."""
         return self._keeps_whole and bool(request.images)
 
     def together(self, request: Request, start: int) -> int:
-        """Return how many of a sequence's tokens from `start` on have to be in one step, at least.
+        """Return the minimum number of tokens from `start` on that must be in one step.
 
-        These are what is left of an image whose tokens see all of it.
+        More than 1 within an image whose tokens attend to all of it: the rest of that image.
         """
         if self.must_be_whole(request):
             for image in request.images:
@@ -150,7 +150,7 @@ class EncoderCache:
         return 1
 
     def whole(self, request: Request, count: int) -> int:
-        """Return how many of a sequence's next tokens, at most `count`, end within no image."""
+        """Return the most next tokens, up to `count`, that do not end within an image."""
         start = request.num_computed_tokens
         for image in request.images:
             if image.position < start + count < image.position + image.num_tokens:
@@ -158,7 +158,7 @@ class EncoderCache:
         return count
 
     def take(self, request: Request, count: int) -> None:
-        """A step computes as many of a sequence's next tokens as `reach` said, or fewer."""
+        """Plan `count` of a sequence's next tokens; at most the result of `reach`."""
         start = request.num_computed_tokens
         end = start + count
         shown = [
@@ -166,7 +166,7 @@ class EncoderCache:
             for image in request.images
             if image.position < end and image.position + image.num_tokens > start
         ]
-        # First what is there, so that it is not forgotten for what is not.
+        # Protect cached images first, so that they are not evicted for new ones.
         self._staying.update(image.digest for image in shown if image.digest in self._kept)
         for image in shown:
             self._use(image, goes_on=image is request.image)
@@ -178,26 +178,26 @@ class EncoderCache:
                 self._kept[unfinished.digest].users += 1
 
     def take_changes(self) -> tuple[list[EncoderInput], list[bytes]]:
-        """Return what the step encodes, and what is forgotten before."""
+        """Return and clear the images to encode, and the digests evicted before that."""
         encoded, self._encoded = self._encoded, []
         forgotten, self._forgotten = self._forgotten, []
         return encoded, forgotten
 
     @property
     def max_patches(self) -> int:
-        """Maximum patches of images that the next step encodes; 0 while nobody shows any."""
+        """Maximum patches that the next step encodes; 0 if no unfinished request has images."""
         tokens = max(self._step_tokens, self._largest)
         return tokens * self._patches_per_token if self._pixels else 0
 
     def reset(self) -> int:
-        """Forget all images that no sequence is in the middle of; return how many."""
+        """Evict all images that no sequence has partly consumed; return their number."""
         unused = [digest for digest, kept in self._kept.items() if not kept.users]
         for digest in unused:
             self._forget(digest)
         return len(unused)
 
     def _use(self, image: EncoderInput, *, goes_on: bool) -> None:
-        """Have the embeddings of an image for this step; `goes_on`: from the step before."""
+        """Use an image in this step; `goes_on` if the step before used it for the same request."""
         kept = self._kept.get(image.digest)
         if not goes_on:
             self._counters.encoder_cache_queries += 1
@@ -222,7 +222,7 @@ class EncoderCache:
         self._forgotten.append(digest)
 
     def check_integrity(self, requests: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if something is leaked or counted wrongly."""
+        """Raise AssertionError if an entry is leaked or a count is wrong."""
         assert self._num_tokens == sum(each.num_tokens for each in self._kept.values())
         assert self._num_tokens <= self._max_tokens, "more is kept than there is room for"
         in_use = sorted(r.image.digest for r in running if r.image is not None)

@@ -1,11 +1,11 @@
-"""The fairness policy of an engine: who goes first, who gives way, and how much each may have.
+"""The fairness policy of an engine: scheduling order, preemption, and limits per party.
 
-Requests go by priority, then between tenants by the work done for them (`Shares`), then by arrival.
-While others decode, one party (a client's request, which may be thousands of sequences, or a
-tenant) may lengthen a step by a fraction only (`Parties`); a tenant's prompts are limited by its
-credit (`PrefillQuota`). What rows and prompt tokens cost is measured (`StepCosts`), masks of
-grammars included. If slots or blocks run short, requests that hold much are preempted for others
-(`engine.scheduler.preemption`). A tenant or request that is alone is not limited.
+Requests are ordered by priority, then between tenants by work received (`Shares`), then by arrival.
+While others decode, one party (a client's request, which can have thousands of sequences, or a
+tenant) can lengthen a step only by a fraction (`Parties`); a tenant's prefill is limited by its
+credit (`PrefillQuota`). Costs of rows, prompt tokens and grammar masks are measured (`StepCosts`).
+If slots or blocks run short, requests that hold many are preempted for others
+(`engine.scheduler.preemption`). A tenant or request without competitors is not limited.
 """
 
 import math
@@ -21,25 +21,25 @@ from engine.scheduler.shares import Shares, add_one, take_one
 from engine.scheduler.step_costs import StepCosts
 
 _COSTLY_US = 100
-"""Microseconds from which the time for a mask is taken into account."""
+"""Mask times below this many microseconds are ignored."""
 
 _MAX_BURST = 1.0
-"""What prompt tokens of all tenants may add to one step of decodes, as a fraction of its cost:
-prompts for which their tenants have saved up would otherwise make a step many times as long."""
+"""Maximum cost of all tenants' prompt tokens in one step with decodes, as a fraction of its cost:
+otherwise saved-up credit could make a step many times as long."""
 
 _arrival = attrgetter("arrival")
 _priority = attrgetter("priority")
 
 
 class Fairness:
-    """What one engine's requests may have, step by step.
+    """Per-step limits of one engine's requests.
 
     Args:
-        costs: what steps take.
-        engine: what there is to share.
-        max_prefill: maximum prompt tokens of one tenant in a step while others are present.
-        max_slowdown: factor by which a party may lengthen steps for others; None: any.
-        by_priority: whether requests have priorities.
+        costs: measured costs of steps.
+        engine: capacity to share.
+        max_prefill: maximum prompt tokens per tenant and step while other tenants are present.
+        max_slowdown: factor by which a party can lengthen steps for others; None is unlimited.
+        by_priority: whether requests are ordered by priority.
     """
 
     def __init__(
@@ -62,54 +62,54 @@ class Fairness:
         self._running: dict[int, int] = {}
         """Running sequences by group."""
         self._num_followers = 0
-        """Sequences beside the first ones of their requests."""
+        """Sequences other than the first of their request."""
         self._mask_us: dict[int, int] = {}
-        """Microseconds of the newest mask, by id, where it took long."""
+        """Smoothed mask time in microseconds, by request id; only of expensive masks."""
         self._turn = 0
         self._heavy: set[int] = set()
-        """Tenants that hold more blocks than the average while blocks may run short."""
+        """Tenants that hold more blocks than the average, while blocks may run short."""
         self._short = False
 
-    # -- who is here -----------------------------------------------------------------------------
+    # -- arrival and departure -------------------------------------------------------------------
 
     def come(self, request: Request) -> None:
-        """A sequence has arrived."""
+        """Add a sequence that has arrived."""
         self.shares.come(request.tenant)
         self._num_followers += not request.leads
 
     def leave(self, request: Request) -> None:
-        """A sequence has ended."""
+        """Remove a sequence that has ended."""
         self.shares.leave(request.tenant)
         self._num_followers -= not request.leads
 
     def start(self, request: Request) -> None:
-        """A sequence runs now."""
+        """Record that a sequence has started to run."""
         self.shares.start(request.tenant)
         add_one(self._running, request.group)
 
     def stop(self, request: Request) -> None:
-        """A sequence no longer runs."""
+        """Record that a sequence has stopped running."""
         self.shares.stop(request.tenant)
         take_one(self._running, request.group)
         self._mask_us.pop(request.id, None)
 
     def masked(self, request: Request, mask_us: int) -> None:
-        """The newest masks of a running sequence took this long; 0: not long."""
+        """Record the time of a running sequence's newest masks; 0 if negligible."""
         mask_us = max(mask_us, self._mask_us.pop(request.id, 0) // 2)
         if mask_us >= _COSTLY_US:
             self._mask_us[request.id] = mask_us
 
     @property
     def any_costly_masks(self) -> bool:
-        """Whether the masks of a sequence took long."""
+        """Whether any running sequence has expensive masks."""
         return bool(self._mask_us)
 
     # -- order -----------------------------------------------------------------------------------
 
     def look(self, running: Iterable[Request], *, short: bool) -> None:
-        """Begin a step: note which tenants hold much if blocks may run `short` in it.
+        """Begin a step: find the tenants that hold many blocks if blocks can run `short`.
 
-        These come after the others, so that their requests are preempted first.
+        They are ordered last, so that their requests are preempted first.
         """
         self._heavy = set()
         self._short = short
@@ -122,14 +122,14 @@ class Fairness:
         self._heavy = {tenant for tenant, blocks in held.items() if blocks > average}
 
     def standing(self, request: Request) -> tuple[int, bool, int]:
-        """Return what running requests are ordered by: the largest is preempted first."""
+        """Return the sort key of a running request: the largest is preempted first."""
         return request.priority, request.tenant in self._heavy, request.arrival
 
     def in_order(self, running: Iterable[Request]) -> list[Request]:
-        """Return running requests, which are in order of admission, in that of `standing`.
+        """Return running requests, given in order of admission, in the order of `standing`.
 
-        Without priorities the order only matters if a request may have to give way: it must then
-        come after all that stay, since planned requests cannot be preempted.
+        Without priorities the order matters only if a request may be preempted: it must then come
+        after all that stay, since planned requests cannot be preempted.
         """
         ordered = list(running)
         if not self._by_priority and not self._short:
@@ -143,13 +143,13 @@ class Fairness:
         return ordered
 
     def sort_prefills(self, partials: list[Request]) -> None:
-        """Order prefills that have begun: tenants with the least work so far come first."""
+        """Sort partial prefills: tenants with the least work so far come first."""
         if len(partials) > 1 and self.shares.contended:
             served = self.shares.served
             partials.sort(key=lambda each: (each.priority, served(each.tenant), each.arrival))
 
     def goes_before(self, waiting: Request, begun: Request) -> bool:
-        """Whether a waiting request goes before the rest of a prefill that has begun."""
+        """Return whether a waiting request precedes the rest of a partial prefill."""
         if waiting.priority == begun.priority and waiting.tenant != begun.tenant:
             return self.shares.served(waiting.tenant) < self.shares.served(begun.tenant)
         return precedence(waiting) < precedence(begun)
@@ -165,9 +165,9 @@ class Fairness:
         *,
         short: bool,
     ) -> list[Request]:
-        """Return the running requests to preempt for waiting ones, last first.
+        """Return the running requests to preempt for waiting ones, in reverse order.
 
-        `short`: waiting requests have no slot, or were passed over.
+        `short`: waiting requests have no slot, or were skipped by the last plan.
         """
         unfair = short and self.shares.contended
         if not self._by_priority and not unfair:
@@ -180,7 +180,7 @@ class Fairness:
         return choose_heaviest(waiting, ordered, room, blocks_needed, self._engine)
 
     def crowds(self) -> Collection[int]:
-        """Return the groups of which as many sequences run as can be decoded beside others."""
+        """Return the groups with as many running sequences as can be decoded next to others."""
         if not self._num_followers:
             return ()
         limit = self._max_beside_others
@@ -193,9 +193,9 @@ class Fairness:
         room: Room,
         blocks_needed: Callable[[Request], int],
     ) -> list[Request]:
-        """Return sequences of crowds to preempt for the first one of another request, last first.
+        """Return sequences of crowds to preempt for another request's first one.
 
-        They would only take turns beside it. None is preempted if it would still not fit.
+        Running, they would only alternate with it. Return none if it would still not fit.
         """
         slots, blocks = room.slots - 1, room.blocks - blocks_needed(newcomer)
         crowds, left = self.crowds(), self._running.copy()
@@ -213,7 +213,7 @@ class Fairness:
 
     @property
     def _max_beside_others(self) -> int:
-        """Sequences of a group that may be decoded in a step beside one of others."""
+        """Maximum sequences of a group decoded in a step together with one of another group."""
         if self._fraction is None:
             return sys.maxsize
         return max(1, int(self._fraction * self._costs.base))
@@ -221,7 +221,7 @@ class Fairness:
     # -- one step --------------------------------------------------------------------------------
 
     def hold(self, ready: Sequence[Request]) -> Collection[int]:
-        """Begin the decodes of a step; return the ids of the ready sequences that are held back."""
+        """Begin the decodes of a step; return the ids of ready sequences that are held back."""
         self._turn += 1
         limited = self._fraction is not None
         weights = {id: 1 + self._costs.of_masks(us) for id, us in self._mask_us.items()}
@@ -240,8 +240,8 @@ class Fairness:
     def begin_prefill(self, rows: int) -> None:
         """Begin the prefill of a step with this many decodes.
 
-        Prompts of N tenants in debt may add sqrt(N) times as much to steps as those of one: so the
-        sum grows more slowly than the number of tenants, and yet with it.
+        Prompts of N tenants in debt can add sqrt(N) times as much to steps as one tenant's: the sum
+        grows with the number of tenants, but sublinearly.
         """
         refill = together = sys.maxsize
         mixed = self.mixed_tokens(rows)
@@ -257,45 +257,45 @@ class Fairness:
         self._quota = self.shares.quota()
 
     def mixed_tokens(self, rows: int) -> int:
-        """Return what any prompt tokens cost beside this many decodes, in prompt tokens."""
+        """Return the fixed cost of adding prefill to this many decodes, in prompt tokens."""
         if self._fraction is None or not rows:
             return 0
         return int(self._costs.mixed / self._costs.prefill)
 
     def begin_alone(self) -> None:
-        """Begin a step of one request, whose tenant pays no credit for it."""
+        """Begin a step of one isolated request, whose tenant is not charged for it."""
         self._quota = self.shares.quota(by_credit=False)
 
     def tenant_tokens(self, request: Request, wanted: int) -> int:
-        """Return how many of `wanted` prompt tokens the tenant of a sequence may have."""
+        """Return how many of `wanted` prompt tokens the tenant of a sequence can have."""
         return self._quota.left(request.tenant, wanted)
 
     def group_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens the group of a sequence may have.
+        """Return how many prompt tokens the group of a sequence can have.
 
-        The first sequence of a request is not limited, the others share the request's credit.
+        A request's first sequence is not limited; the others share the request's credit.
         """
         return sys.maxsize if request.leads else self._groups.tokens(request)
 
     def prefill(self, request: Request, tokens: int) -> None:
-        """This many prompt tokens of a sequence are computed."""
+        """Charge `tokens` prompt tokens of a sequence."""
         self.shares.prefill(request.tenant, tokens)
         if not request.leads:
             self._groups.prefill(request, tokens)
         self._quota.take(request.tenant, tokens)
 
     def drafts(self, request: Request, wanted: int) -> int:
-        """Take up to `wanted` rows for drafts of a sequence that is decoded; return how many."""
+        """Reserve up to `wanted` rows for drafts of a decoding sequence; return the number."""
         count = min(wanted, self._groups.rows(request), self._tenants.rows(request))
         self._groups.take(request, count)
         self._tenants.take(request, count)
         return count
 
     def check_integrity(self, present: Collection[Request], running: Collection[Request]) -> None:
-        """Compare with all requests there are, and with those that run.
+        """Compare the counts with all requests, and with those that run.
 
         Raises:
-            AssertionError: something is counted wrongly.
+            AssertionError: a count is wrong.
         """
         self.shares.check_integrity(present, running)
         assert self._num_followers == sum(not each.leads for each in present)

@@ -1,4 +1,4 @@
-"""Suspects, and which of them runs alone: whose turn it is, and until when."""
+"""Isolation of suspects: runs them alone, one at a time, for a number of steps each."""
 
 from collections import deque
 from collections.abc import Collection, Container, Iterable
@@ -7,10 +7,10 @@ from engine.scheduler.request import Request, RequestStatus
 
 
 class Isolation:
-    """Gives suspects their turns, one after the other.
+    """Runs suspects alone, in FIFO order.
 
-    A suspect waits until the steps in flight are done: `is_due` asks for empty plans until then.
-    From `begin` until its steps are over it is `current`, and no other request is planned.
+    A suspect waits until no steps are in flight; while `is_due`, plans must be empty. From `begin`
+    until its steps are done it is `current`, and no other request is planned.
     """
 
     def __init__(self) -> None:
@@ -20,17 +20,17 @@ class Isolation:
         self._steps_left = 0
 
     def __len__(self) -> int:
-        """Return how many wait for their turn."""
+        """Return the number of queued suspects."""
         return len(self._queue)
 
     @property
     def is_due(self) -> bool:
-        """Whether the next turn is to begin as soon as no step is in flight."""
+        """Whether the next suspect is to begin once no step is in flight."""
         return self.current is None and bool(self._queue)
 
     @property
     def current_id(self) -> int:
-        """Id of the request that runs alone; 0 if all run together."""
+        """Id of the request that runs alone; 0 if none does."""
         return 0 if self.current is None else self.current.id
 
     def push(self, request: Request) -> None:
@@ -38,13 +38,13 @@ class Isolation:
         self._queue.append(request)
 
     def begin(self) -> Request:
-        """Begin the turn of the suspect that has waited longest, and return it."""
+        """Dequeue the oldest suspect, make it current and return it."""
         self.current = self._queue.popleft()
         self._steps_left = self.current.steps_alone
         return self.current
 
     def landed(self, requests: Iterable[Request], samples: Iterable[bool]) -> None:
-        """A step with these rows has ended well; a turn is over after enough that drew a token."""
+        """Record a successful step; a turn ends after `steps_alone` steps that sampled."""
         for request, sampled in zip(requests, samples, strict=True):
             if sampled and request is self.current:
                 self._steps_left -= 1
@@ -52,7 +52,7 @@ class Isolation:
                     self.current = None
 
     def forget(self, request: Request) -> bool:
-        """A request has ended; return whether it waited for its turn."""
+        """Remove a request that has ended; return whether it was queued."""
         if request is self.current:
             self.current = None
             return False
@@ -62,10 +62,10 @@ class Isolation:
             return False
         return True
 
-    # -- who may be planned ----------------------------------------------------------------------
+    # -- filters for planning --------------------------------------------------------------------
 
     def planned(self, running: Collection[Request]) -> Collection[Request]:
-        """Return the running requests that may be planned: all, or the one whose turn it is."""
+        """Return the running requests to plan: all, or only the isolated one."""
         alone = self.current
         if alone is None:
             return running
@@ -74,7 +74,7 @@ class Isolation:
     def admissible(
         self, waiting: Iterable[Request], compiling: Container[int]
     ) -> Iterable[Request]:
-        """Return the waiting requests that may be admitted, likewise."""
+        """Return the waiting requests to admit: all, or only the isolated one."""
         alone = self.current
         if alone is None:
             return waiting
@@ -82,5 +82,5 @@ class Isolation:
         return [alone] if ready else []
 
     def others(self, running: Collection[Request]) -> Collection[Request]:
-        """Return the running requests to preempt first: all but the one whose turn it is."""
+        """Return the candidates for preemption: all but the isolated request, or only that."""
         return [each for each in running if each is not self.current] or running

@@ -1,4 +1,4 @@
-"""The KV cache as the scheduler sees it: block tables of sequences, with shared prefixes."""
+"""The scheduler's view of the KV cache: block tables of sequences, with shared prefixes."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,13 +12,13 @@ from engine.shared.messages import KvSource
 
 
 class KVCacheManager:
-    """Gives blocks to sequences, takes them back and finds prefixes that are still there.
+    """Allocates blocks to sequences, frees them, and finds cached prefixes.
 
-    Blocks become visible to other sequences only when `commit` says that they are computed.
-    All groups of layers share one pool: their blocks are of one size.
+    Blocks become visible to other sequences only once `commit` reports them as computed. All layer
+    groups share one pool of equally sized blocks.
 
-    Methods take a sequence's table, and all of its tokens that are known so far; `headroom` is how
-    many blocks have to stay free.
+    Methods take a sequence's table and all its known tokens; `headroom` is the number of blocks
+    that must stay free.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class KVCacheManager:
         tiers: KvTiers | None = None,
         events: KvEventLog | None = None,
     ) -> None:
-        """Own so many blocks; without a shape, of one group that keeps all positions.
+        """Manage `num_blocks` blocks; the default shape is one group that keeps all positions.
 
-        `tiers` is where prefixes are stored that should outlive their blocks, `events` is told
-        which blocks can be found.
+        `tiers` stores prefixes that should outlive their blocks; `events` is notified of blocks
+        that become cached or are evicted.
         """
         self.block_size = block_size
         self.caching = enable_prefix_caching
@@ -48,25 +48,25 @@ class KVCacheManager:
         self._tiers = tiers
         self._events = events
         self._log: BlockLog | None = None
-        """For front ends, once one has asked."""
+        """For front ends; created on first request."""
         self._followed = self._keeping[0] if self._keeping else 0
-        """The group of layers whose blocks count: one that keeps all positions, if any does."""
+        """The group whose blocks are reported: one that keeps all positions, if any."""
         stores_evicted = tiers is not None and tiers.stores_evicted
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
         self._pool = BlockPool(
             num_blocks, on_evict=self._caches[0].evict if is_plain else self._evict
         )
-        # Blocks that were (partly) written before a reset must never be found after it.
+        # Blocks (partly) written before a reset must never be found after it.
         self._generation = 0
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers, each with blocks of its own."""
+        """Number of layer groups, each with its own blocks."""
         return len(self._caches)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence uses."""
+        """Blocks that no sequence references."""
         return self._pool.num_free
 
     @property
@@ -75,10 +75,10 @@ class KVCacheManager:
         return 1.0 - self._pool.num_free / self._pool.num_blocks
 
     def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[list[int]]:
-        """Return the cached blocks of the longest known prefix by group, without taking them.
+        """Return the cached blocks of the longest known prefix, by group, without acquiring them.
 
-        What is behind the window of a group's next token is `FREED`. At least one token is left to
-        compute, because only computing it gives logits.
+        Blocks behind the window of a group's next token are `FREED`. At least one token is left to
+        compute, since only that produces logits.
         """
         if not self.caching:
             return [[] for _ in self._caches]
@@ -101,12 +101,12 @@ class KVCacheManager:
     def try_admit(
         self, table: BlockTable, token_ids: Sequence[int], *, use_cache: bool, headroom: int
     ) -> int | None:
-        """Fill an empty table with room for `token_ids`, as many as its groups hold at once.
+        """Fill an empty table with blocks for `token_ids`, up to each group's limit.
 
-        With `use_cache` it starts from a cached prefix where there is one.
+        With `use_cache` it starts with the longest cached prefix.
 
         Returns:
-            How many tokens' keys and values are already there, or None (and nothing changed) when
+            Number of tokens whose keys and values are cached, or None (with nothing changed) if
             there are not enough free blocks.
         """
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
@@ -114,7 +114,7 @@ class KVCacheManager:
         wanted = self._wanted(matched, len(token_ids))
         if sum(wanted) + self._pool.count_free(cached) + headroom > self._pool.num_free:
             return None
-        # Cached blocks first: taking them keeps the allocation from evicting them.
+        # Acquire cached blocks first, so that the allocation does not evict them.
         self._pool.acquire(cached)
         table.clear()
         for ids, count in zip(matched, wanted, strict=True):
@@ -137,7 +137,7 @@ class KVCacheManager:
     def needs(
         self, table: BlockTable, token_ids: Sequence[int], *, use_cache: bool
     ) -> tuple[int, int]:
-        """Return (cached tokens, free blocks) that `try_admit` would find and take right now."""
+        """Return (cached tokens, free blocks) that `try_admit` would find and take now."""
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
         cached = self._cached(matched)
         num_new = sum(self._wanted(matched, len(token_ids)))
@@ -146,9 +146,10 @@ class KVCacheManager:
     def fetch(
         self, table: BlockTable, token_ids: Sequence[int], source: KvSource | None = None
     ) -> Fetch | None:
-        """Begin to read what the KV cache has not of a prompt's prefix, and others may have.
+        """Start reading those blocks of a prompt's prefix that the KV cache lacks.
 
-        `source` is an engine that offers it, besides the tiers. None: there is nothing to wait for.
+        `source` is an engine that offers them, in addition to the tiers. Returns None
+        if there is nothing to wait for.
         """
         limit = (len(token_ids) - 1) // self.block_size
         if self._tiers is None or limit < 1 or not self._tiers.can_fetch(source):
@@ -179,13 +180,13 @@ class KVCacheManager:
     def restore(
         self, fetch: Fetch, table: BlockTable, token_ids: Sequence[int], *, headroom: int
     ) -> int:
-        """Make cached prefixes of what was read for a sequence, as far as there are free blocks.
+        """Insert the blocks read for a sequence into the prefix cache, while blocks are free.
 
-        The fetch is used up. Blocks of the sequence that are cached already stay.
+        Consumes the fetch. Blocks of the sequence that are already cached stay cached.
 
         Returns:
-            How many tokens' keys and values there are now that were not, but for those that came
-            from another engine, which are counted here.
+            Number of tokens restored from tiers. Tokens pulled from another engine are counted in
+            `kv_transfer_hits` instead.
         """
         assert self._tiers is not None
         taken = self._cached(self.match(table, token_ids))
@@ -217,17 +218,17 @@ class KVCacheManager:
         return num_tokens
 
     def discard(self, fetch: Fetch) -> None:
-        """Forget what was read for a sequence that will not use it."""
+        """Drop the blocks read for a sequence that will not use them."""
         assert self._tiers is not None
         self._tiers.discard(fetch)
 
     def try_grow(self, table: BlockTable, num_tokens: int, headroom: int = 0) -> bool:
         """Append blocks until the table has room for `num_tokens` positions.
 
-        False (and nothing changed) when there are not enough free ones.
+        Return False, with nothing changed, if not enough blocks are free.
         """
         num_blocks = -(-num_tokens // self.block_size)
-        if len(table.groups) == 1:  # as below, without lists: steps of many decodes call it often
+        if len(table.groups) == 1:  # as below without lists: hot path of decodes
             group = table.groups[0]
             count = max(0, num_blocks - len(group.ids))
             if count + headroom > self._pool.num_free:
@@ -246,7 +247,7 @@ class KVCacheManager:
         return True
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer the blocks that the first `num_computed` tokens fill to other sequences."""
+        """Make the blocks filled by the first `num_computed` tokens visible to other sequences."""
         if table.generation != self._generation:
             table.next_commit = NEVER
             return
@@ -267,9 +268,9 @@ class KVCacheManager:
         table.next_commit = (num_full + 1) * self.block_size
 
     def release_behind(self, table: BlockTable, num_computed: int) -> None:
-        """Free what no token after the first `num_computed` attends to.
+        """Free blocks that no token after the first `num_computed` attends to.
 
-        Call it after `commit`. While the tokens that the sequence was admitted with lack blocks,
+        Call it after `commit`. While the sequence lacks blocks for the tokens it was admitted with,
         it gets as many as it frees.
         """
         for number in self._sliding:
@@ -282,9 +283,9 @@ class KVCacheManager:
         self.refill(table)
 
     def refill(self, table: BlockTable) -> bool:
-        """Give sliding groups the blocks that they lack, as far as there are any.
+        """Allocate the blocks that sliding groups lack, as far as blocks are free.
 
-        Whether there is room for more tokens than before.
+        Return whether the capacity has grown.
         """
         before = table.capacity
         for number in self._sliding:
@@ -296,12 +297,12 @@ class KVCacheManager:
         return table.capacity > before
 
     def free(self, table: BlockTable) -> None:
-        """Take all blocks of a table back; the end of a prefix will be evicted before its start."""
+        """Free all blocks of a table; the end of a prefix is evicted before its start."""
         self._pool.release(table.held())
         table.clear()
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, those of running sequences too; return how many blocks."""
+        """Drop all cached prefixes, also of running sequences; return the number of blocks."""
         num_forgotten = sum(len(cache.block_of) for cache in self._caches)
         for cache in self._caches:
             cache.clear()
@@ -314,14 +315,14 @@ class KVCacheManager:
         return num_forgotten
 
     def blocks_since(self, after: int) -> BlockChanges | None:
-        """Return which blocks can be found or not since change number `after`; see `BlockLog`."""
+        """Return the blocks cached or evicted since change number `after`; see `BlockLog`."""
         if self._log is None:
             self._log = BlockLog(self._caches[self._followed].block_of.keys())
             self._pool.on_evict = self._evict
         return self._log.since(after)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Raise AssertionError if a block is leaked, shared wrongly or named wrongly."""
+        """Raise AssertionError if a block is leaked, wrongly shared or wrongly named."""
         tables = list(tables)
         self._pool.check_integrity([table.held() for table in tables])
         kept = self._pool.kept_blocks()
@@ -348,7 +349,7 @@ class KVCacheManager:
                     self._tiers.store((number, digest), block_id)
 
     def _offer(self, table: BlockTable, start: int, end: int) -> None:
-        """Offer a sequence's blocks to another engine, those before a window excepted."""
+        """Offer a sequence's blocks to another engine, except those behind a window."""
         if self._tiers is None:
             return
         for number, group in enumerate(table.groups):
@@ -358,7 +359,7 @@ class KVCacheManager:
     def _tell_stored(
         self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]
     ) -> None:
-        """Tell of a sequence's block that can be found from now on."""
+        """Report a sequence's block that has become cached."""
         if self._log is not None and group == self._followed:
             self._log.changed(table.digests[index], is_stored=True)
         if self._events is not None:
@@ -372,7 +373,7 @@ class KVCacheManager:
         return [block_id for ids in matched for block_id in ids if block_id != FREED]
 
     def _wanted(self, matched: list[list[int]], num_tokens: int) -> list[int]:
-        """Return how many new blocks each group gets beside the cached ones."""
+        """Return the number of new blocks per group, in addition to the cached ones."""
         blocks = -(-num_tokens // self.block_size)
         return [
             min(blocks - len(ids), span - (len(ids) - ids.count(FREED)))
@@ -382,7 +383,7 @@ class KVCacheManager:
     def _match_windows(
         self, table: BlockTable, limit: int, matched: list[list[int]]
     ) -> list[list[int]]:
-        """Shorten a match to where all sliding groups have what the next token attends to."""
+        """Shorten a match to a length at which all sliding groups have their window cached."""
         size, digests, first_needed = self.block_size, table.digests, self._shape.first_needed
         before = -1
         while before != limit:
@@ -412,7 +413,7 @@ class KVCacheManager:
         )
 
     def _extend_digests(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> int:
-        """Name a sequence's first blocks; return how many of them had to be hashed."""
+        """Extend the digests to the first `num_blocks` blocks; return how many were hashed."""
         size, digests = self.block_size, table.digests
         num_hashed = 0
         while len(digests) < num_blocks:
@@ -426,6 +427,6 @@ class KVCacheManager:
         return num_hashed
 
     def _remember(self, table: BlockTable, token_ids: Sequence[int], num_hashed: int) -> None:
-        """Let others with the same tokens know a sequence's digests, unless it shows images."""
+        """Share a sequence's digests with others of the same tokens, unless it has images."""
         if not table.images:
             self._known.remember(table.digests, token_ids, num_hashed)

@@ -1,4 +1,4 @@
-"""What a front end is told about a request, and when a request is over."""
+"""Outputs of requests to front ends, and detection of the end of a request."""
 
 import msgspec
 
@@ -17,9 +17,9 @@ def accept_tokens(
     logprobs: list[TokenLogprob] | None,
     now: float = 0.0,
 ) -> RequestOutput:
-    """Append tokens that are known `now` to a request and return the output for them.
+    """Append tokens sampled by `now` to a request, and return the output for them.
 
-    A token that ends the request is part of the output, and what was drawn after it is not.
+    The output includes a token that ends the request; tokens after it are dropped.
     """
     known, sampling = request.token_ids, request.sampling
     finish_reason: FinishReason | None = None
@@ -43,7 +43,7 @@ def accept_tokens(
         )
     request.has_emitted = True
     request.first_token_at = now
-    # The first output of a request that was taken over has been sent by its first engine.
+    # The first engine has sent the first output of a request that was taken over.
     reports_prompt = sampling.prompt_logprobs is not None and not request.was_taken_over
     return RequestOutput(
         request.id,
@@ -58,7 +58,7 @@ def accept_tokens(
 
 
 def pooled_output(request: Request, vector: bytes, now: float = 0.0) -> RequestOutput:
-    """Return the only output of a request that gets a vector, known `now`."""
+    """Return the single output of a pooling request, available at `now`."""
     request.has_emitted = True
     request.first_token_at = now
     return RequestOutput(
@@ -74,10 +74,10 @@ def pooled_output(request: Request, vector: bytes, now: float = 0.0) -> RequestO
 def grammar_output(
     request: Request, output: RequestOutput, error: str | None, now: float = 0.0
 ) -> RequestOutput:
-    """Return the output for the last token that the request's grammar allows, or that it forbids.
+    """Return the final output after the grammar has ended or rejected the last token.
 
-    A token that only ends the request, like the model's own end, was allowed by the grammar as its
-    end even if the request asked to go on after it.
+    A token that only ends the request, like the model's EOS, was accepted as the grammar's end,
+    even if the request ignores EOS.
     """
     if error is not None:
         return refused_output(request, error)
@@ -93,7 +93,7 @@ def grammar_output(
 
 
 def refused_output(request: Request, error: str) -> RequestOutput:
-    """Return the output for a request that cannot go on because of its grammar."""
+    """Return the output for a request that its grammar or its bans prevent from continuing."""
     sampling = request.sampling
     param = None
     if error == RULED_OUT:
@@ -115,7 +115,7 @@ def refused_output(request: Request, error: str) -> RequestOutput:
 
 
 def uncompiled_output(request: Request, grammar: Grammar) -> RequestOutput:
-    """Return the output for a request whose grammar was not compiled."""
+    """Return the output for a request whose grammar failed to compile."""
     error = grammar.error or "the grammar was not compiled"
     if grammar.no_room:
         return RequestOutput(request.id, [], finish_reason="error", error=error, no_room=True)

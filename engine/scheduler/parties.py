@@ -1,4 +1,4 @@
-"""Parties that share steps, requests of clients or tenants: a part of `Fairness`."""
+"""Fair sharing of steps between parties (requests of clients, or tenants), for `Fairness`."""
 
 import math
 import sys
@@ -10,19 +10,19 @@ from engine.scheduler.step_costs import StepCosts
 
 
 class Parties:
-    """Parties of one kind, and what each may still have in the step that is being planned.
+    """Parties of one kind, and the remaining credit of each in the step being planned.
 
-    While others decode, the rows of a party may only add a fraction to the step's cost without
-    them; its sequences then take turns, the ones that have waited longest first. N parties that
-    want more rows than the smallest one add sqrt(N) times that fraction together, to the cost of a
-    step without any of them: what they slow down grows more slowly than their number, and yet with
-    it. A row that costs more than the party may have in one step is saved up for, as in deficit
-    round robin (Shreedhar and Varghese, 1996). A party that is alone is not limited, and none gets
-    fewer rows than the smallest other party has.
+    While others decode, a party's rows can add only a fraction to the step's cost without them; its
+    sequences then alternate, longest-waiting first. N parties that want more rows than the smallest
+    one can together add sqrt(N) times that fraction to the cost of a step without them: the
+    slowdown grows with their number, but sublinearly. For a row that costs more than a party's
+    share of one step, the party saves up credit, as in deficit round robin (Shreedhar and Varghese,
+    1996). A party without competitors is not limited, and none gets fewer rows than the smallest
+    other party.
 
     Args:
-        key: returns the party of a sequence.
-        fraction: what a party may add to a step, as a fraction of its cost without the party.
+        key: returns the party id of a sequence.
+        fraction: maximum cost that a party adds to a step, relative to the cost without it.
     """
 
     def __init__(self, key: Callable[[Request], int], costs: StepCosts, fraction: float) -> None:
@@ -30,21 +30,21 @@ class Parties:
         self._costs = costs
         self._fraction = fraction
         self._credit: dict[int, float] = {}
-        """Rows that each may have: its share of this step and what it has saved."""
+        """Credit per party, in rows: its share of this step plus savings."""
         self._refilled: set[int] = set()
-        """Parties that have got their share of this step."""
+        """Parties that have received their share of this step."""
         self._saving: set[int] = set()
-        """Parties with held sequences, which keep their credit for the next step."""
+        """Parties with held sequences, whose credit carries over to the next step."""
         self._mixing: set[int] = set()
-        """Parties with prompt tokens in this step, which have paid the mixed cost."""
+        """Parties with prompt tokens in this step, already charged the mixed cost."""
         self._beside = 0.0
-        """Rows of the parties that want no more than the smallest one."""
+        """Rows granted to parties that want no more than the smallest one."""
         self._num_larger = 0
-        """Parties that want more rows than the smallest one."""
+        """Number of parties that want more rows than the smallest one."""
         self._ready: Collection[int] = ()
 
     def free(self) -> None:
-        """Begin a step without limits."""
+        """Begin a step without limits, discarding all credit."""
         self._ready = ()
         self._refilled.clear()
         self._credit.clear()
@@ -54,12 +54,12 @@ class Parties:
     def hold(
         self, ready: Sequence[Request], weights: dict[int, float], turn: int, *, alone: bool = False
     ) -> set[int]:
-        """Begin a step; return the ids of the ready sequences that are held back in it.
+        """Begin a step; return the ids of ready sequences that are held back in it.
 
         Args:
-            ready: the sequences that could be decoded.
-            weights: cost in rows, by id, where it is not 1.
-            turn: number of the step.
+            ready: sequences that can be decoded.
+            weights: cost in rows, by request id; 1 if absent.
+            turn: step number.
             alone: whether a party is limited even if no other is ready.
         """
         parties: dict[int, list[Request]] = {}
@@ -84,7 +84,7 @@ class Parties:
             if wants[party] > credit:
                 members = _next_turns(members, weights, credit)
                 if not members and not smallest_other:
-                    members = parties[party][:1]  # rather than an empty step
+                    members = parties[party][:1]  # avoids an empty step
                 for each in members:
                     each.last_turn = turn
                 held.update({each.id for each in parties[party]} - {each.id for each in members})
@@ -96,7 +96,7 @@ class Parties:
         return held
 
     def tokens(self, request: Request) -> int:
-        """Return how many prompt tokens may be computed now for the party of a sequence.
+        """Return how many prompt tokens can be computed now for the party of a sequence.
 
         A party that would spend most of its credit on the mixed cost saves up instead.
         """
@@ -119,19 +119,19 @@ class Parties:
         self._mixing.add(party)
 
     def rows(self, request: Request) -> int:
-        """Return how many rows the party of a sequence may have beside its decodes."""
+        """Return how many rows the party of a sequence can have in addition to its decodes."""
         if not self._limits(request):
             return sys.maxsize
         return max(0, int(self._refill(self._key(request))))
 
     def take(self, request: Request, rows: float) -> None:
-        """Charge the party of a sequence for rows beside its decode."""
+        """Charge the party of a sequence for rows in addition to its decode."""
         if self._limits(request):
             self._refill(self._key(request))
             self._credit[self._key(request)] -= rows
 
     def _limits(self, request: Request) -> bool:
-        """Whether sequences of other parties are decoded in this step."""
+        """Return whether sequences of other parties are decoded in this step."""
         return any(party != self._key(request) for party in self._ready)
 
     def _begin(self, ready: Collection[int]) -> None:
@@ -152,7 +152,7 @@ class Parties:
         return 0.0 if party in self._mixing else self._costs.mixed
 
     def _refill(self, party: int, minimum: float = 0.0) -> float:
-        """Return a party's credit; its share, or `minimum` rows, is added once per step."""
+        """Return a party's credit; add its share, at least `minimum` rows, once per step."""
         if party not in self._refilled:
             self._refilled.add(party)
             alone = self._costs.base + self._beside
@@ -162,7 +162,7 @@ class Parties:
 
 
 def _next_turns(members: list[Request], weights: dict[int, float], credit: float) -> list[Request]:
-    """Return the sequences of a party that have waited longest, as far as the credit goes."""
+    """Return a party's longest-waiting sequences that fit the credit."""
     running: list[Request] = []
     for request in sorted(members, key=attrgetter("last_turn")):
         credit -= weights.get(request.id, 1.0)

@@ -1,4 +1,4 @@
-"""A batch plan in the making."""
+"""Builds a batch plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,29 +19,29 @@ class _Row(NamedTuple):
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Collects the rows of one step and keeps the numbers of their requests up to date."""
+    """Collects the rows of one step and updates the counters of their requests."""
 
     step: int
-    """Its number."""
+    """Step number."""
     now: float = 0.0
-    """When it is planned."""
+    """Planning time."""
     starting: list[SlotStart] = field(default_factory=list)
     blocks: list[SlotBlocks] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     prefills: list[_Row] = field(default_factory=list)
     proposed: dict[int, list[int]] = field(default_factory=dict)
-    """By request, tokens that a planned decode also computes, as they may follow its newest."""
+    """Draft tokens that a planned decode also verifies, by request."""
     adapters: dict[int, str] = field(default_factory=dict)
-    """Versions of adapters by the slots that they are put into."""
+    """Versions of the adapters to place, by slot."""
     encoded: list[EncoderInput] = field(default_factory=list)
-    """Images to be encoded."""
+    """Images to encode."""
     forgotten: list[bytes] = field(default_factory=list)
-    """Digests of images of which the executor keeps nothing any longer."""
+    """Digests of images that the executor has to evict."""
     short_of_blocks: bool = False
-    """A running request did not get its block: no time to admit others."""
+    """A running request did not get a block, so no others are admitted."""
 
     def start(self, request: Request) -> None:
-        """The request takes its slot with all its blocks."""
+        """Assign the request to its slot, with all its blocks."""
         if request.scheduled_at is None:
             request.scheduled_at = self.now
         self.starting.append(
@@ -58,11 +58,11 @@ class PlanBuilder:
         self.tell_blocks(request)
 
     def tell_blocks(self, request: Request) -> None:
-        """Name the blocks that the request has got, and that no plan has named."""
+        """Add the request's new blocks, not yet in any plan."""
         self.blocks += request.table.take_new(request.slot)
 
     def decode(self, request: Request) -> None:
-        """Plan the computation of the request's newest token, and a draw."""
+        """Plan a decode of the request's newest token, with sampling."""
         request.num_computed_tokens += 1
         request.num_pending_tokens += 1
         request.drawn_in = self.step
@@ -70,7 +70,7 @@ class PlanBuilder:
         self.decodes.append(request)
 
     def prefill(self, request: Request, count: int) -> None:
-        """Plan `count` more tokens of a prefill, and a draw if they are its last."""
+        """Plan `count` more tokens of a prefill, with sampling if they are its last."""
         if request.table.num_untold:
             self.tell_blocks(request)
         start = request.num_computed_tokens
@@ -85,8 +85,8 @@ class PlanBuilder:
         self.prefills.append(_Row(request, start, count, sample))
 
     def seal(self) -> tuple[BatchPlan, list[Request]]:
-        """Return the plan and the request of each of its rows."""
-        # Executors may rely on rows of one token coming before all others.
+        """Return the plan, and the request of each row."""
+        # Executors can rely on single-token rows coming before all others.
         longer = [
             _Row(request, request.num_computed_tokens - 1, 1 + len(proposed), True, proposed)
             for request in (self.decodes if self.proposed else ())

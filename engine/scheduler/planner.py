@@ -1,4 +1,4 @@
-"""Who is computed in a step: decodes, then prefills that have begun, then waiting requests."""
+"""Plans steps: decodes, then partial prefills, then admissions of waiting requests."""
 
 import sys
 from collections.abc import Sequence
@@ -11,35 +11,35 @@ from engine.scheduler.request_table import RequestTable
 from engine.shared.config import SchedulerConfig
 
 ADMISSION_HEADROOM = 0.01
-"""Share of the KV blocks that an admission leaves free, see `Planner.headroom`."""
+"""Fraction of the KV blocks that an admission leaves free; see `Planner.headroom`."""
 
 
 class Planner:
-    """Fills the plan of a step within its budget, the slots and the KV blocks."""
+    """Fills the plan of a step within its token budget, free slots and KV blocks."""
 
     def __init__(self, books: RequestTable, scheduling: SchedulerConfig) -> None:
         executor = books.executor
         self.max_tokens = scheduling.max_num_batched_tokens
-        """Maximum tokens of a step."""
-        if executor.in_one_step:  # it holds the longest sequence
+        """Maximum tokens per step."""
+        if executor.in_one_step:  # a step must fit the longest sequence
             self.max_tokens = max(self.max_tokens, executor.max_model_len)
         self.headroom = int(executor.num_kv_blocks * ADMISSION_HEADROOM) if executor.has_kv else 0
-        """KV blocks that an admission leaves free for the running sequences to grow into, so that
-        the newcomer is not preempted by the next step."""
+        """KV blocks that an admission leaves free for running sequences to grow into, so that the
+        next step does not preempt the new one."""
         self._max_prefill = scheduling.long_prefill_token_threshold or sys.maxsize
-        """Prompt tokens of one request in a step."""
+        """Maximum prompt tokens per request and step."""
         self._in_one_step = executor.in_one_step or not scheduling.enable_chunked_prefill
-        """Whether a prompt is computed in one step, after a preemption with the tokens drawn since;
-        whatever else is limited."""
+        """Whether a prompt (after a preemption, with its output so far) is computed in a single
+        step, regardless of other limits."""
         self._num_stages = executor.num_stages
         self._books = books
         self._isolation, self._fairness, self._kv = books.isolation, books.fairness, books.kv
         self._adapters, self._encoder = books.adapters, books.encoder
 
     def plan(self, plan: PlanBuilder, budget: StepBudget, passed_over: int) -> None:
-        """Plan a step of all, or of the request whose turn it is to run alone.
+        """Plan a step of all requests, or of the one that runs alone.
 
-        `passed_over`: how many waiting requests the plan before did not admit.
+        `passed_over`: number of waiting requests that the previous plan did not admit.
         """
         alone = self._isolation.current
         self._adapters.begin_step(self._books.waiting.adapters)
@@ -58,15 +58,15 @@ class Planner:
         plan.adapters = self._adapters.take_placed()
         plan.encoded, plan.forgotten = self._encoder.take_changes()
 
-    # -- what the next step has room for ---------------------------------------------------------
+    # -- input of admission policies -------------------------------------------------------------
 
     def rank_state(
         self, passed_over: int, last_step_us: int, last_prefill_tokens: int
     ) -> RankState:
-        """Return what an admission policy is told about this rank before the next step.
+        """Return this rank's input to the admission policy for the next step.
 
-        Its prefill is estimated: sequences that take turns count as if they did not, since it is
-        known only during planning whose turn it is. The arguments are fields of `RankState`.
+        The prefill is an estimate: sequences that alternate count in full, since turns are decided
+        only during planning. The arguments are fields of `RankState`.
         """
         books, limit = self._books, self._max_prefill
         quota = self._fairness.shares.quota()
@@ -110,13 +110,13 @@ class Planner:
     # -- planning --------------------------------------------------------------------------------
 
     def _schedule_alone(self, plan: PlanBuilder, budget: StepBudget, request: Request) -> None:
-        """Plan the next step of a suspect; others keep what they hold unless it needs that."""
+        """Plan the next step of a suspect; others keep slots and blocks that it does not need."""
         self._fairness.begin_alone()
         for partial in self._schedule_decodes(plan, budget):
             if self._is_stuck(partial) and not self._grow(plan, partial):
                 continue
             if partial.images and not self._chunk(partial, budget):
-                # Others that are in the middle of images may take the room that its own need.
+                # Others in the middle of images may occupy the encoder cache that it needs.
                 others = [each for each in self._books.running.values() if each.image is not None]
                 for each in self._fairness.in_order(others):
                     if each is not partial:
@@ -141,15 +141,15 @@ class Planner:
             self._plan_prefill(plan, request, count)
 
     def _last_to_run(self) -> Request:
-        """Return the running request that is preempted first."""
+        """Return the running request to preempt first."""
         running = self._isolation.others(self._books.running.values())
         return max(running, key=self._fairness.standing)
 
     def _make_room(self, passed_over: int) -> None:
-        """Preempt requests for waiting ones that should have their slots or blocks."""
+        """Preempt requests in favour of waiting ones with a better claim to slots or blocks."""
         books = self._books
         overdue = self._adapters.overdue()
-        if overdue:  # these adapters have to leave their slots to others
+        if overdue:  # these adapters have to vacate their slots
             running = self._fairness.in_order(books.running.values())
             for request in [each for each in running if each.adapter in overdue]:
                 books.preempt(request)
@@ -161,17 +161,17 @@ class Planner:
             tokens=self.max_tokens,
         )
         num_waiting = len(books.waiting)
-        # Each takes the blocks that its tokens fill and one that they begin, in each group.
+        # Each takes the blocks that its tokens fill, plus one, in each group.
         most = num_waiting + -(-books.queued_tokens // self._kv.block_size)
         if room.slots >= num_waiting and room.blocks - most * self._kv.num_groups >= room.headroom:
-            return  # all of them fit, in whatever order
+            return  # all fit, in any order
         admits = {version: self._adapters.admits(version) for version in books.waiting.adapters}
         waiting = (each for each in books.waiting if admits.get(each.adapter, True))
         victims = self._fairness.victims(
             waiting, books.running.values(), room, self._blocks_needed, short=short
         )
         if short and not victims and (crowds := self._fairness.crowds()):
-            # Sequences of large requests give way to the first one of another request.
+            # Sequences of large requests yield to the first sequence of another request.
             newcomer = books.waiting.first((), crowds)
             if newcomer is not None and self._adapters.admits(newcomer.adapter):
                 victims = self._fairness.crowding(
@@ -181,7 +181,7 @@ class Planner:
             books.preempt(victim)
 
     def _needs(self, request: Request) -> tuple[int, int]:
-        """Return how many tokens of a waiting request are cached, and how many blocks it needs."""
+        """Return the cached tokens of a waiting request, and the number of blocks it needs."""
         use_cache = not request.lacks_prompt_logprobs
         return self._kv.needs(request.table, request.token_ids, use_cache=use_cache)
 
@@ -189,7 +189,7 @@ class Planner:
         return self._needs(request)[1]
 
     def _schedule_decodes(self, plan: PlanBuilder, budget: StepBudget) -> list[Request]:
-        """Plan one token for each decode and return the requests that are still in prefill."""
+        """Plan one token per decode, and return the requests still in prefill."""
         running = self._isolation.planned(self._books.running.values())
         ordered = self._fairness.in_order(running)
         ready = [request for request in ordered if request.can_decode]
@@ -210,12 +210,12 @@ class Planner:
     def _microbatch(
         self, step: int, ready: list[Request], running: Sequence[Request]
     ) -> list[Request]:
-        """Return those of the ready decodes that a step of a pipeline may have, in their order.
+        """Return the ready decodes that a step of a pipeline can include, in order.
 
-        With N stages N steps are computed at once, and the token that one of them draws is known
-        to the executor when it begins the N-th after it. So a sequence is decoded in every N-th
-        step at most, and no step takes more than its share of them: else all would be in one, and
-        the stages would wait for each other.
+        With N stages, N steps are in flight, and a token sampled by one is available when the N-th
+        step after it begins. So each sequence is decoded in every N-th step at most, and no step
+        takes more than 1/N of the sequences: otherwise all could end up in one step, leaving stages
+        idle.
         """
         known = [
             each
@@ -248,7 +248,7 @@ class Planner:
     def _schedule_waiting(
         self, plan: PlanBuilder, budget: StepBudget, before: Request | None = None
     ) -> None:
-        """Start waiting requests, or only those that go before a running one."""
+        """Start waiting requests, or only those that precede `before`."""
         passed: set[int] = set()
         adapters: set[str] = set()
         crowds = set(self._fairness.crowds())  # others first
@@ -279,32 +279,32 @@ class Planner:
             if cached is None:
                 if not self._fairness.shares.holds(request.tenant):
                     return
-                passed.add(request.tenant)  # it waits for what it holds itself
+                passed.add(request.tenant)  # its tenant has to release blocks first
                 continue
             self._start(plan, request, cached)
             count = self._admitted(budget, request)
             if not count:
-                return  # its image is encoded in one of the next steps
+                return  # its image is encoded in a later step
             self._plan_prefill(plan, request, count)
 
     def _admitted(self, budget: StepBudget, request: Request) -> int:
-        """Reserve tokens for a request that has just got its blocks; return how many."""
+        """Reserve tokens for a request that has just got its blocks; return the number."""
         whole = self._must_be_whole(request)
         return budget.try_admit(self._chunk(request, budget), whole=whole)
 
     def _must_be_whole(self, request: Request) -> bool:
-        """Whether a request gets all tokens that `_chunk` returns in one step, or none."""
+        """Return whether a request gets all tokens that `_chunk` returns in one step, or none."""
         return self._in_one_step or self._encoder.must_be_whole(request)
 
     def _fits_whole(self, request: Request, budget: StepBudget) -> bool:
-        """Whether a waiting request can be computed in this step, with all images that it shows."""
+        """Return whether a waiting request, with all its images, can be computed in this step."""
         cached = self._needs(request)[0]
         count = request.queued_tokens - cached
         seen = self._encoder.reach(request.images, cached, count)
         return seen == count and budget.fits_whole(count)
 
     def _try_admit(self, request: Request) -> int | None:
-        """Get a waiting request its blocks; return how many cached tokens are in them."""
+        """Allocate a waiting request's blocks; return the number of cached tokens in them."""
         if request.num_steps_in_flight:
             return None
         table, headroom = request.table, self.headroom if self._books.running else 0
@@ -321,9 +321,9 @@ class Planner:
         )
 
     def _chunk(self, request: Request, budget: StepBudget) -> int:
-        """Return how much of its prompt a request may have computed in this step.
+        """Return how many prompt tokens of a request can be computed in this step.
 
-        Where the tokens of an image have to be together, what is left of the budget counts, too.
+        If an image's tokens have to be in one step, the remaining budget is a limit, too.
         """
         if self._in_one_step:
             return request.queued_tokens
@@ -337,13 +337,13 @@ class Planner:
         if count and self._encoder.must_be_whole(request):
             count = self._encoder.whole(request, min(count, budget.num_prefill_tokens))
             together = self._encoder.together(request, start)
-            # Shares of a step may never be as large as an image.
+            # A share of a step might never be as large as an image.
             if not count and together <= min(room, budget.num_tokens):
                 count = together
         return self._encoder.reach(request.images, start, count)
 
     def _is_stuck(self, request: Request) -> bool:
-        """Whether a prefill lacks blocks: those behind its window are still used by others."""
+        """Return whether a prefill lacks blocks, as those behind its window are still shared."""
         start = request.num_computed_tokens
         is_full = request.table.capacity - start < self._encoder.together(request, start)
         return is_full and not request.num_steps_in_flight
@@ -356,7 +356,7 @@ class Planner:
         plan.prefill(request, count)
 
     def _start(self, plan: PlanBuilder, request: Request, cached: int) -> None:
-        """Give a slot to a request that has just got its blocks, `cached` tokens in them."""
+        """Assign a slot to a request that has just got its blocks, `cached` tokens in them."""
         self._books.start(request, cached)
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
@@ -367,13 +367,13 @@ class Planner:
         plan.start(request)
 
     def _grow(self, plan: PlanBuilder, request: Request) -> bool:
-        """Get the decode of `request` its next blocks; False when it cannot run in this step."""
+        """Allocate a decode's next blocks; return False if it cannot run in this step."""
         table = request.table
         while not self._kv.try_grow(table, table.capacity + 1):
             plan.short_of_blocks = True
             if self._books.num_leaving_blocks:
-                return False  # there will be blocks when the plans in flight are done
-            # Those that come after `request` are not in the plan yet, nor is it itself.
+                return False  # blocks are freed when the plans in flight are done
+            # Neither `request` nor those ordered after it are in the plan yet.
             victim = self._last_to_run()
             self._books.preempt(victim)
             if victim is request:

@@ -1,8 +1,8 @@
-"""When the ranks of a lockstep group prefill.
+"""Admission policies: when the ranks of a lockstep group prefill.
 
-A step of such a group lasts as long as that of its slowest rank. A rank that prefills alone
-stalls the decodes of all others, so what counts is that ranks prefill equal amounts at the same
-time, and that work which waits for its like does not wait too long.
+A step of such a group takes as long as its slowest rank. A rank that prefills alone stalls the
+decodes of all others, so ranks should prefill equal amounts in the same step, and work that waits
+for a match should not wait too long.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,26 +19,26 @@ from engine.shared.config import SchedulerConfig
 from engine.shared.plugins import load_plugin
 
 _SCALE = 1 << 10
-"""Durations are kept as integers in 1/1024 us."""
+"""Durations are integers in 1/1024 us."""
 
 _SMOOTHING = 8
 """A new sample moves an average by 1/8 of the difference."""
 
 _MIN_SAMPLE_TOKENS = 16
-"""Steps with less prefill say little about its cost."""
+"""Steps with less prefill are too noisy to estimate its cost."""
 
 _PRIOR_TOKENS_PER_STEP = 128
-"""Prefill tokens that are taken to cost as much as one decode step until both are measured."""
+"""Prefill tokens assumed to cost as much as one decode step until both are measured."""
 
 
 def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> AdmissionPolicy:
     """Return the configured policy for one rank of a group of `lockstep_size` engines.
 
-    An engine that steps alone is a group of 1. Without a configured policy it gets `none`, a
-    larger group `level`.
+    An engine that steps alone is a group of 1. The default policy is `none` for it, and `level` for
+    larger groups.
 
     Raises:
-        BadPlugin: the policy is of a plugin that cannot be used.
+        BadPlugin: the policy's plugin cannot be used.
     """
     name = config.admission_policy or ("level" if lockstep_size > 1 else "none")
     match name:
@@ -65,10 +65,10 @@ def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> Admis
 
 
 class Balance:
-    """No rank admits while any rank runs as many requests as it has slots.
+    """Admit no request while any rank runs as many requests as it has slots.
 
-    Prefills that have begun go on. A gate, not a cure: it does nothing below capacity, and a
-    request that misses the moment waits until every rank has a free slot again.
+    Partial prefills continue. This only gates: it has no effect below capacity, and a request that
+    misses the moment waits until every rank has a free slot again.
     """
 
     exchanges = True
@@ -84,10 +84,10 @@ class Balance:
 
 
 class Cadence:
-    """Prefill only on every `interval`-th step, or always while that is not enough.
+    """Prefill only on every `interval`-th step, or always if that is not enough.
 
-    Ranks count the same steps, so nothing is exchanged. A rank without decodes never waits, and
-    one whose prefilling step left requests waiting prefills in every step until none is left.
+    Ranks count the same steps, so nothing is exchanged. A rank without decodes never waits, and one
+    whose prefill step left requests waiting prefills in every step until none waits.
     """
 
     exchanges = False
@@ -98,7 +98,7 @@ class Cadence:
         self._saturated = False
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
-        """Return an unlimited grant or a hold; `table` is the own state alone."""
+        """Return an unlimited grant or a hold; `table` has only this rank's state."""
         (own,) = table
         if self._prefilled:
             self._saturated = own.passed_over > 0
@@ -109,19 +109,19 @@ class Cadence:
 
 
 class Level:
-    """One common cap on prefill tokens for all ranks: a water level.
+    """A common cap on prefill tokens for all ranks: a water level.
 
-    Under a cap L each rank prefills min(L, what it has). What the fullest rank does beyond the
-    mean of all is time in which the other ranks' decodes stand still. Ranks that have equal
-    amounts lose nothing and never wait. Otherwise the waiting itself is counted, in requests
-    times steps, and the step is bought as soon as it has cost as much as the stall would (the
-    rule of ski rental: at most twice the cost of the better choice, whatever arrives). Ranks
-    without requests do not count, so traffic on a single rank is never held.
+    Under a cap L each rank prefills min(L, its ready tokens). Tokens of the fullest rank beyond the
+    mean are time in which the other ranks' decodes stall. Ranks with equal amounts lose nothing and
+    never wait. Otherwise waiting is counted, in requests times steps, and the prefill runs once
+    that has cost as much as the stall would (the ski-rental rule: at most twice the cost of the
+    better choice, for any arrivals). Ranks without requests are ignored, so traffic on a single
+    rank is never held.
 
     Args:
         step_budget: maximum tokens of one step.
-        wait_weight: decode steps lost that one request's waiting for one step is worth.
-        hold_per_rank: prefill is held for fewer than this many steps per rank in a row.
+        wait_weight: decode steps lost that are worth one request waiting for one step.
+        hold_per_rank: maximum consecutive held steps, per rank (exclusive).
     """
 
     exchanges = True
@@ -152,9 +152,9 @@ class Level:
         return self._release(Grant(token_cap=cap))
 
     def _affordable_cap(self, ready: list[int], decodes: int) -> int:
-        """Return the highest cap whose waste the waiting so far pays for, or 0."""
-        # In decode steps lost: (decodes * prefill cost / step cost) * tokens beyond the mean,
-        # and the same for a slice so thin that it only postpones. Multiplied out, to stay exact.
+        """Return the highest cap whose waste is covered by the waiting so far, or 0."""
+        # In decode steps lost: (decodes * prefill cost / step cost) * tokens beyond the mean, plus
+        # the same for a slice so thin that it only postpones. Multiplied out to stay in integers.
         per_token, per_step = self._costs.prefill_token, self._costs.decode_step
         affordable = self._debt * per_step * len(ready)
         useful = min(self._least_useful, max(ready))
@@ -171,7 +171,7 @@ class Level:
 
 
 class _MeasuredCosts:
-    """What a decode step and a prefill token cost, learned from the steps that are over."""
+    """Measured costs of a decode step and of a prefill token, in 1/1024 us."""
 
     def __init__(self) -> None:
         self.decode_step = _PRIOR_TOKENS_PER_STEP * _SCALE
@@ -181,7 +181,7 @@ class _MeasuredCosts:
         self._decodes_before = 0
 
     def observe(self, table: Sequence[RankState]) -> None:
-        """Take the sample that the table has of the step before."""
+        """Update from the table's sample of the previous step."""
         duration = max(state.last_step_us for state in table) * _SCALE
         tokens = max(state.last_prefill_tokens for state in table)
         decodes, self._decodes_before = self._decodes_before, sum(s.decodes for s in table)
@@ -192,7 +192,7 @@ class _MeasuredCosts:
         elif tokens >= _MIN_SAMPLE_TOKENS and self._decode_step is not None:
             sample = max(1, (duration - self._decode_step) // tokens)
             self._prefill_token = _moved(self._prefill_token, sample)
-        # One alone would be compared with a guess of another unit.
+        # One alone would be compared with a prior in other units.
         if self._decode_step is not None and self._prefill_token is not None:
             self.decode_step, self.prefill_token = self._decode_step, self._prefill_token
 

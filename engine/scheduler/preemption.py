@@ -1,4 +1,4 @@
-"""Which running requests are preempted for waiting ones: more urgent ones, and other tenants'."""
+"""Chooses running requests to preempt for waiting ones: by priority, and between tenants."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -7,19 +7,19 @@ from typing import NamedTuple
 from engine.scheduler.request import Request
 
 MARGIN = 2
-"""How many times as much as another tenant one has to hold to give way to it: recomputing a
+"""Factor by which a tenant must hold more than another to be preempted for it: recomputing a
 preempted request has a cost, so small differences are left to even out."""
 
 
 class Room(NamedTuple):
-    """What is free, or will be once the plans in flight are done."""
+    """Free capacity, including what is freed once the plans in flight are done."""
 
     slots: int
     blocks: int
     headroom: int
-    """Blocks that stay free while anything runs."""
+    """Blocks that must stay free while anything runs."""
     tokens: int
-    """Token budget of a step: no room is made for requests that it cannot begin anyway."""
+    """Token budget of a step; no room is made for requests that could not start in it."""
 
 
 def choose_victims(
@@ -28,17 +28,17 @@ def choose_victims(
     room: Room,
     blocks_needed: Callable[[Request], int],
 ) -> list[Request]:
-    """Return the running requests to preempt so that more urgent ones can start, last first.
+    """Return the running requests to preempt so that more urgent ones can start.
 
-    Only requests of strictly lower priority (a larger number) give way, the lowest and latest
-    first, so that equals never displace each other. No request is preempted for one that would
-    still not fit.
+    Only requests of strictly lower priority (a larger number) are preempted, lowest priority and
+    latest arrival first, so equals never displace each other. None is preempted for a request that
+    would still not fit.
 
     Args:
-        waiting: in the order of admission.
+        waiting: in order of admission.
         running: in order of precedence.
-        room: what there is without any preemption.
-        blocks_needed: free blocks that the admission of a request takes.
+        room: capacity without any preemption.
+        blocks_needed: returns the free blocks that admitting a request takes.
     """
     victims: list[Request] = []
     slots, blocks, _, tokens = room
@@ -63,14 +63,14 @@ def choose_victims(
 
 
 class Engine(NamedTuple):
-    """What there is to share."""
+    """Total capacity of an engine."""
 
     slots: int
     blocks: int
 
 
 class _Holding:
-    """What a tenant has of an engine, and which of its requests came last."""
+    """Slots and blocks of a tenant, and its running requests in order of preemption."""
 
     def __init__(self, running: list[Request]) -> None:
         self.running = running
@@ -78,7 +78,7 @@ class _Holding:
         self.blocks = sum([each.table.num_blocks for each in running])
 
     def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
-        """Return the larger of the shares of slots and blocks, with this many more."""
+        """Return the larger of its shares of slots and of blocks, with these many more."""
         return max((self.slots + slots) / of.slots, (self.blocks + blocks) / of.blocks)
 
 
@@ -89,13 +89,13 @@ def choose_heaviest(
     blocks_needed: Callable[[Request], int],
     engine: Engine,
 ) -> list[Request]:
-    """Return the running requests to preempt so that each tenant comes to its part, last first.
+    """Return the running requests to preempt so that each tenant gets its share.
 
-    The tenant that holds most gives way, with the request that came last, but only while it still
-    holds `MARGIN` times what the other one gets: tenants that are about equal never displace each
-    other. No request is preempted for one that would still not fit, or for a less urgent one.
+    The tenant with the largest share is preempted, last request first, but only while it still
+    holds `MARGIN` times what the other one gets, so tenants of about equal shares never displace
+    each other. None is preempted for a request that would still not fit, or for a less urgent one.
 
-    The arguments are those of `choose_victims`, and what there is in all.
+    The arguments are those of `choose_victims`, and the total capacity.
     """
     by_tenant: defaultdict[int, list[Request]] = defaultdict(list)
     for request in running:
@@ -129,7 +129,7 @@ def choose_heaviest(
 def _of_heaviest(
     holdings: dict[int, _Holding], request: Request, wanted: float, engine: Engine
 ) -> Request | None:
-    """Take a request from the tenant that holds most, if it then still holds enough."""
+    """Remove and return a request of the largest tenant, if that still holds enough afterwards."""
     others = [
         each
         for tenant, each in holdings.items()

@@ -1,4 +1,4 @@
-"""Which block holds the keys and values of which token prefix, and what changes of that."""
+"""Index of cached KV blocks by token prefix, and a log of its changes for front ends."""
 
 from array import array
 from collections import OrderedDict, deque
@@ -10,38 +10,38 @@ from engine.shared.block_names import short_name
 from engine.shared.messages import ALL_BLOCKS
 
 MAX_KNOWN_TOKENS = 2**20
-"""Tokens of all sequences that are remembered: some 8 MB with the names of their blocks."""
+"""Maximum tokens of remembered sequences: about 8 MB including block digests."""
 
 _WORTHWHILE = 2
-"""Blocks that have to be hashed for a sequence before it is remembered."""
+"""Minimum hashed blocks for a sequence to be remembered."""
 
 
 class _Known(NamedTuple):
     tokens: bytes
-    """Those of all blocks, as machine integers: compared at once."""
+    """Tokens of all blocks as packed machine integers, for fast comparison."""
     digests: list[bytes]
 
 
 class KnownDigests:
-    """Remembers one sequence for each first block, the one remembered last.
+    """Remembers block digests: the newest sequence for each first block.
 
-    The beams of a search come anew with every token of theirs, choices share their prompt, and a
-    conversation goes on where it was: only what is new of them has to be hashed.
+    Beam searches resubmit sequences with every token, choices share their prompt, and conversations
+    continue: only the new blocks need to be hashed.
 
     Args:
-        block_size: tokens of a block.
-        max_tokens: of all sequences; who has not been asked for longest is forgotten first.
+        block_size: tokens per block.
+        max_tokens: maximum tokens of all sequences; eviction is LRU.
     """
 
     def __init__(self, block_size: int, max_tokens: int = MAX_KNOWN_TOKENS) -> None:
         self._block_size = block_size
         self._max_blocks = max_tokens // block_size
         self.num_blocks = 0
-        """How many blocks are remembered."""
+        """Number of remembered blocks."""
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
     def beginning(self, first: bytes, token_ids: Sequence[int]) -> list[bytes]:
-        """Return a sequence's digests as far as they are known, the first of which is given."""
+        """Return the known digests of a sequence that starts with the digest `first`."""
         known = self._known.get(first)
         if known is None:
             return [first]
@@ -51,7 +51,7 @@ class KnownDigests:
         return known.digests[: _common(tokens, known.tokens, count)]
 
     def remember(self, digests: Sequence[bytes], token_ids: Sequence[int], num_hashed: int) -> None:
-        """Take the digests of a sequence, if enough of them had to be hashed for it."""
+        """Remember a sequence's digests, if enough of them had to be hashed."""
         count = len(digests)
         if num_hashed < _WORTHWHILE or count > self._max_blocks:
             return
@@ -71,7 +71,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _common(tokens: bytes, others: bytes, count: int) -> int:
-    """Return how many of the first `count` blocks are the same in both; the first is."""
+    """Return how many of the first `count` blocks are equal; the first is assumed to be."""
     size = len(tokens) // count
     low, high = 1, count
     while low < high:
@@ -84,14 +84,14 @@ def _common(tokens: bytes, others: bytes, count: int) -> int:
 
 
 class PrefixCache:
-    """Full blocks by the digest of all tokens up to their end."""
+    """Full blocks, by the digest of all tokens up to their end."""
 
     def __init__(self) -> None:
         self.block_of: dict[bytes, int] = {}
         self.digest_of: dict[int, bytes] = {}
 
     def insert(self, digest: bytes, block_id: int) -> bool:
-        """Name a block's content; False when another block has the same content already."""
+        """Register a block's content; return False if another block already has the same."""
         if digest in self.block_of:
             return False
         self.block_of[digest] = block_id
@@ -99,27 +99,27 @@ class PrefixCache:
         return True
 
     def evict(self, block_id: int) -> bytes:
-        """Forget a block whose content is about to be overwritten; return its name."""
+        """Remove a block that is about to be overwritten; return its digest."""
         digest = self.digest_of.pop(block_id)
         del self.block_of[digest]
         return digest
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         self.block_of.clear()
         self.digest_of.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block has the name that it is found by."""
+        """Raise AssertionError if the two indexes are inconsistent."""
         assert {block: digest for digest, block in self.block_of.items()} == self.digest_of
 
 
 MAX_CHANGES = 1 << 14
-"""Changes that are kept: more than a fast engine makes between two questions of a front end."""
+"""Changes kept: more than a fast engine makes between two requests of a front end."""
 
 
 class BlockChanges(NamedTuple):
-    """What a front end has to know to be up to date; the same fields as those of `KvBlocks`."""
+    """Changes that bring a front end up to date; the same fields as `KvBlocks`."""
 
     after: int
     number: int
@@ -128,34 +128,34 @@ class BlockChanges(NamedTuple):
 
 
 class BlockLog:
-    """Keeps the newest changes of a set of names, which front ends follow.
+    """Log of the newest changes to a set of digests, which front ends follow.
 
-    A front end asks for what is newer than a number. It gets the changes since, or all names where
-    these are no longer kept: whoever is late costs the engine no more than one answer.
+    A front end requests changes after a number. It gets those, or all digests if some of the
+    changes are no longer kept, so a slow front end costs the engine a single answer.
 
     Args:
-        digests: the names as they are now, and later.
-        max_changes: changes that are kept.
+        digests: live view of the current digests.
+        max_changes: maximum changes kept.
     """
 
     def __init__(self, digests: Collection[bytes], max_changes: int = MAX_CHANGES) -> None:
         self._digests = digests
         self._number = 0
-        """Of the newest change."""
+        """Number of the newest change."""
         self._changes: deque[tuple[bytes, bool]] = deque(maxlen=max_changes)
 
     def changed(self, digest: bytes, *, is_stored: bool) -> None:
-        """A block can be found from now on, or cannot be any more."""
+        """Log that a block was cached or evicted."""
         self._number += 1
         self._changes.append((digest, is_stored))
 
     def cleared(self) -> None:
-        """No block can be found any more."""
+        """Log that all blocks were dropped."""
         self._number += 1
         self._changes.clear()
 
     def since(self, after: int) -> BlockChanges | None:
-        """Return what is newer than number `after`; None if nothing is."""
+        """Return the changes after number `after`; None if there are none."""
         count = self._number - after
         if after == ALL_BLOCKS or not 0 <= count <= len(self._changes):
             names = b"".join(map(short_name, self._digests))

@@ -1,7 +1,7 @@
-"""Why a request is refused, or the settings with which none would ever be computed.
+"""Validation of requests, and of settings under which no request could be computed.
 
-Front ends check what clients ask for. What gets past them, or comes from a front end of
-another version, must fail alone: here, before it shares a step with others.
+Front ends validate clients' requests. Those that get past them, or come from a front end of another
+version, must fail alone, before they share a step with others.
 """
 
 import math
@@ -15,7 +15,7 @@ from engine.shared.matchers import MAX_GRAMMAR_SIZE
 from engine.shared.messages import ROOT_SIZE, AddRequest, EncoderInput, SamplingParams
 
 _LARGEST = 2**31 - 1
-"""Largest count that executors keep in their arrays."""
+"""Largest count that fits the executors' arrays."""
 
 
 def refusal(
@@ -26,7 +26,7 @@ def refusal(
     pools: bool = False,
     in_one_step: bool = False,
 ) -> str | None:
-    """Return why a request can never be served, or None when it can."""
+    """Return why a request can never be served, or None if it can."""
     num_prompt_tokens = len(message.prompt_token_ids)
     if num_prompt_tokens == 0:
         return "the prompt is empty: it needs at least one token"
@@ -55,7 +55,7 @@ def refusal(
 def check_whole_prompts(
     scheduling: SchedulerConfig, cache: CacheConfig, executor: ExecutorInfo, max_model_len: int
 ) -> None:
-    """Refuse settings with which one step does not hold the longest prompt and its images.
+    """Reject settings under which the longest prompt and its images do not fit in one step.
 
     Raises:
         ValueError: naming the setting to change.
@@ -90,12 +90,12 @@ def _bad_pooling(
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return f"input: token ids must be from 0 to {vocab_size - 1}"
     if message.output_token_ids or pooling.dimensions < 0 or pooling.types_from < 0:
-        return "there is output so far, or dimensions or types_from are below 0"
+        return "output_token_ids must be empty, and dimensions and types_from at least 0"
     return _bad_root(message)
 
 
 def bad_images(message: AddRequest, vision: VisionSpec | None) -> str | None:
-    """Return what is wrong with what a prompt shows; without `vision` images are refused."""
+    """Return why a prompt's images are invalid, or None; without `vision` images are refused."""
     if vision is None:
         return "this engine's model has no vision encoder, or one that is not implemented"
     before = 0
@@ -110,7 +110,7 @@ def bad_images(message: AddRequest, vision: VisionSpec | None) -> str | None:
 def _bad_image(
     image: EncoderInput, before: int, tokens: list[int], vision: VisionSpec
 ) -> str | None:
-    """Return what is wrong with an image; the one before it ends at token `before`."""
+    """Return why an image is invalid, or None; the one before it ends at token `before`."""
     size, wanted = f"{image.height} x {image.width}", vision.num_tokens(image.height, image.width)
     start, end = image.position, image.position + wanted
     others = wanted - tokens[max(0, start) : end].count(vision.token_id)
@@ -137,11 +137,11 @@ def _bad_root(message: AddRequest) -> str | None:
 
 
 def _bad_sampling(sampling: SamplingParams) -> Iterator[str]:
-    """Yield what is wrong with sampling parameters; NaN fails each comparison."""
+    """Yield problems of sampling parameters; NaN fails each comparison."""
     if sampling.allowed_token_ids == ():
-        yield "allowed_token_ids is empty: no token could be drawn"
+        yield "allowed_token_ids is empty: it must allow at least one token"
     if () in sampling.bad_words:
-        yield "bad_words: a word without tokens rules out nothing"
+        yield "bad_words: a word without tokens is not allowed"
     if sampling.max_tokens < 1:
         yield f"max_tokens is {sampling.max_tokens}: it must be at least 1"
     counts = {

@@ -1,4 +1,4 @@
-"""One sequence in the engine."""
+"""A sequence in the engine."""
 
 import enum
 from dataclasses import dataclass, field
@@ -22,22 +22,22 @@ NO_SLOT = -1
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """Lifecycle state of a request."""
 
     WAITING = enum.auto()
     """In the waiting queue: new, or preempted."""
     RUNNING = enum.auto()
     """Has a slot and blocks and is scheduled."""
     FINISHED = enum.auto()
-    """Ended or aborted. Slot and blocks may be held until the steps that use them are done."""
+    """Ended or aborted. Slot and blocks can be held until the steps that use them are done."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One sequence, its tokens and how far it has been computed.
+    """A sequence, its tokens and its progress.
 
-    `num_computed_tokens` runs ahead of the executor: it counts tokens whose computation was
-    planned. A token that a planned step will draw is *pending* until the step's result is known.
+    `num_computed_tokens` runs ahead of the executor: it includes tokens whose computation is
+    planned. A token that a planned step will sample is *pending* until the step's result is known.
     """
 
     id: int
@@ -46,11 +46,11 @@ class Request:
     arrival: int
     """Order of arrival in this engine."""
     priority: int
-    """The lowest number goes first; 0 for all where the scheduling policy ignores it."""
+    """Lower numbers go first; 0 for all if the scheduling policy ignores priorities."""
     tenant: int
-    """Whose it is."""
+    """Tenant id."""
     group: int
-    """Id of the first sequence of its client's request."""
+    """Id of the first sequence of the client's request."""
     sampling: SamplingParams
     token_ids: list[int]
     """All known tokens: the prompt, then the output."""
@@ -60,60 +60,60 @@ class Request:
     stop_ids: frozenset[int]
     """Tokens that end the request (once it has `min_tokens` output tokens)."""
     was_taken_over: bool
-    """Came with output of another engine: its first output has been sent before."""
+    """It arrived with output of another engine, which has already sent the first output."""
     pooling: PoolingParams | None = None
-    """What it wants that gets a vector instead of tokens."""
+    """Set if it produces a vector instead of tokens."""
 
     images: list[EncoderInput] = field(default_factory=list)
-    """What its prompt shows, by position."""
+    """Images of the prompt, by position."""
     image: EncoderInput | None = None
-    """The one of them of which some tokens are computed and others not, while it runs."""
+    """While it runs, the image that is partly computed."""
     adapter: str = ""
-    """Version of the adapter that it is computed with; empty for none."""
+    """Version of its adapter; empty if none."""
     adapter_slot: int = NO_ADAPTER
-    """Where that is, while it has a slot itself."""
+    """Slot of the adapter, while it holds a slot itself."""
     last_turn: int = 0
-    """The newest step in which it had to take turns with others of its request or tenant."""
+    """Newest step in which its request or tenant was limited and it ran."""
     steps_alone: int = 0
-    """Steps with a draw that nobody else may be computed in; more than 0 for suspects."""
+    """Sampling steps that it has to run alone; above 0 only for suspects."""
     status: RequestStatus = RequestStatus.WAITING
     slot: int = NO_SLOT
     table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     queued_tokens: int = 0
-    """Tokens to compute before the next one can be drawn, while that is more than decoding."""
+    """Tokens to compute before the next one can be sampled; 0 while it decodes."""
     num_pending_tokens: int = 0
     drawn_in: int = 0
-    """The newest planned step that draws a token of it."""
+    """Newest planned step that samples a token of it."""
     num_proposed_tokens: int = 0
-    """Draft tokens in flight; where the next row starts depends on how many are accepted."""
+    """Draft tokens in flight; the start of the next row depends on how many are accepted."""
     num_steps_in_flight: int = 0
     """Planned steps with a row of this request whose results are not known yet."""
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had when the request was first admitted."""
+    """Prompt tokens found in the prefix cache at its first admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     has_emitted: bool = False
     queued_at: float = 0.0
-    """When it came, in seconds of the loop's clock, like the two below."""
+    """Time of arrival, in seconds of the loop's clock, like the two below."""
     scheduled_at: float | None = None
-    """When it was first planned to be computed."""
+    """Time at which it was first planned."""
     first_token_at: float = 0.0
-    """When the first token drawn here was known."""
+    """Time at which the first token sampled here was available."""
     grammar: Grammar | None = None
-    """What its output has to follow."""
+    """Grammar that constrains its output."""
     kv_source: KvSource | None = None
-    """The engine that offers its blocks."""
+    """Engine that offers its blocks."""
     fetch: Fetch | None = None
-    """What is read for it that the KV cache has not, until it is in there."""
+    """Pending fetch of blocks that the KV cache lacks."""
     num_renewals: int = 0
-    """How often the grammar was compiled anew for it."""
+    """Number of recompilations of its grammar."""
     renewed_at: int = -1
-    """Output tokens that it had at the last time."""
+    """Number of output tokens at the last recompilation."""
     late_at: int = -1
-    """Output tokens that it had when it was not known in time what its grammar allows."""
+    """Number of output tokens when its mask was late."""
     late_since: float = 0.0
-    """When that was so at first."""
+    """When it was first late at this token."""
 
     @property
     def leads(self) -> bool:
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence, pending ones included."""
+        """Tokens of the sequence, including pending ones."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether its next token can be planned, if it runs."""
+        """Whether its next token can be planned, assuming that it runs."""
         return not (
             self.queued_tokens
             or self.num_proposed_tokens  # it is not known which token is its newest
@@ -140,7 +140,7 @@ class Request:
         )
 
     def timing(self, now: float) -> RequestTiming:
-        """Return how long it took up to the token that is known `now`, its first or its last."""
+        """Return timings up to the token available `now`, its first or last."""
         scheduled = self.queued_at if self.scheduled_at is None else self.scheduled_at
         first = self.first_token_at
         return RequestTiming(
@@ -149,7 +149,7 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs were asked for and some are still to be computed."""
+        """Whether prompt logprobs were requested and not all are computed."""
         return (
             self.sampling.prompt_logprobs is not None
             and not self.was_taken_over
@@ -158,7 +158,7 @@ class Request:
 
 
 def precedence(request: Request) -> tuple[int, int]:
-    """Return what requests of a tenant are ordered by: the smaller goes first."""
+    """Return the sort key of a tenant's requests: the smallest goes first."""
     return request.priority, request.arrival
 
 
@@ -171,7 +171,7 @@ def request_from_message(
     eos_token_ids: frozenset[int],
     now: float = 0.0,
 ) -> Request:
-    """Return the request that a front end's message describes."""
+    """Build a request from a front end's message."""
     sampling = message.sampling
     stop_ids = frozenset(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -180,7 +180,7 @@ def request_from_message(
     token_ids = message.prompt_token_ids + message.output_token_ids
     longest = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
     if message.pooling is not None:
-        longest = num_prompt_tokens + 1  # the draw after it stands for its vector
+        longest = num_prompt_tokens + 1  # the sample after the prompt stands for its vector
     return Request(
         id=message.id,
         request_id=message.request_id,

@@ -1,4 +1,4 @@
-"""Where each request of an engine is, what it holds there, and how it gets to another place."""
+"""States of an engine's requests, the resources held in each, and the transitions."""
 
 import logging
 from dataclasses import dataclass
@@ -18,29 +18,29 @@ from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
 MAX_RENEWALS = 4
-"""How often the grammar of one request is compiled anew, each time at the cost of a prefill."""
+"""Maximum grammar recompilations per request, each at the cost of a prefill."""
 MAX_LATE = 5.0
-"""Seconds for which a request draws a token again because its masks are late."""
-_LATE = f"what the grammar allows next was not known within {MAX_LATE:.0f} s; make it simpler"
+"""Seconds for which a request resamples a token because its masks are late."""
+_LATE = f"the next mask of the grammar was not ready within {MAX_LATE:.0f} s; make it simpler"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
 class RequestTable:
-    """All requests that are not over: compiling, waiting for a turn alone, waiting, or running.
+    """All unfinished requests: compiling, queued to run alone, waiting, or running.
 
-    Each is in one of these places; tenants' shares and totals are kept in step. A request waits in
-    the queue once its grammar is compiled and the KV blocks of its prompt that other places have
-    are read. One that runs has one of the executor's slots. It holds this and its KV blocks until
-    no plan in flight uses them any more.
+    Each is in exactly one of these states; tenants' shares and totals are kept consistent. A
+    request is queued once its grammar is compiled and the KV blocks of its prompt are fetched. A
+    running request has one of the executor's slots. It holds the slot and its KV blocks until no
+    plan in flight uses them.
     """
 
     executor: ExecutorInfo
     max_num_seqs: int
     max_model_len: int
     by_priority: bool
-    """Whether requests have priorities."""
+    """Whether requests are ordered by priority."""
     kv: KVCacheManager
     fairness: Fairness
     adapters: AdapterSlots
@@ -53,14 +53,14 @@ class RequestTable:
         self.isolation = Isolation()
         self.all: dict[int, Request] = {}
         self.compiling: dict[int, Request] = {}
-        """Wait for their grammars, not in the queue yet."""
+        """Requests that wait for grammars or KV blocks, not yet queued."""
         self.waiting = WaitingQueue(self.fairness.shares)
         self.running: dict[int, Request] = {}
         """In order of admission."""
         self.queued_tokens = 0
-        """Tokens to compute of all requests, see `Request.queued_tokens`."""
+        """Total of `Request.queued_tokens`."""
         self.num_leaving_blocks = 0
-        """Blocks of requests that left but still have rows in flight: free when these end."""
+        """Blocks of requests that left with rows in flight; they are freed when those are done."""
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._eos_token_ids = frozenset(self.executor.eos_token_ids)
         self._num_arrivals = 0
@@ -78,7 +78,7 @@ class RequestTable:
     # -- arrival ---------------------------------------------------------------------------------
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
-        """Queue a request; one that cannot run or has nothing left to do is answered at once."""
+        """Queue a request; return the output if it is refused or already complete."""
         executor = self.executor
         if message.id in self.all:
             name = message.request_id
@@ -121,7 +121,7 @@ class RequestTable:
         return self.compile(request)
 
     def compile(self, request: Request) -> RequestOutput | None:
-        """Queue the request as soon as its grammar is compiled and its KV blocks are read."""
+        """Queue the request as soon as its grammar is compiled and its KV blocks are fetched."""
         self.compiling[request.id] = request
         spec = request.sampling.grammar
         if spec is not None and self.grammars is not None:
@@ -133,9 +133,9 @@ class RequestTable:
         return self._queue_compiled(request)
 
     def queue_compiled(self) -> Outputs:
-        """Queue the requests whose grammars were compiled, and blocks read, meanwhile.
+        """Queue the requests whose grammars and KV blocks have become available.
 
-        Those whose grammars cannot be compiled are answered.
+        Return the error outputs of requests whose grammars failed to compile.
         """
         outputs: Outputs = {}
         for request in list(self.compiling.values()):
@@ -145,7 +145,7 @@ class RequestTable:
         return outputs
 
     def _queue_compiled(self, request: Request) -> RequestOutput | None:
-        """Queue the request if it waits for nothing any more; its turn counts from now."""
+        """Queue the request if it waits for nothing else; its arrival order is set now."""
         grammar, fetch = request.grammar, request.fetch
         if (grammar is not None and not grammar.settled) or (fetch and not fetch.settled):
             return None
@@ -160,26 +160,25 @@ class RequestTable:
         return None
 
     def stall(self, request: Request, reason: str | None, now: float) -> RequestOutput | None:
-        """Let a request draw its newest token again: its grammar failed for the reason given.
+        """Make a request resample its newest token, since its grammar failed for `reason`.
 
-        None: what the grammar allows was not known in time. Returns the error that it ends with if
-        that does not help.
+        None: the mask was late. Returns the final error output if retrying does not help.
         """
         if reason is not None:
             return self._renew(request, reason)
         if not self._forget_draw(request):
-            return None  # drawn in a step that was in flight
+            return None  # sampled in a step that was in flight
         if request.late_at != request.num_output_tokens:
             request.late_at, request.late_since = request.num_output_tokens, now
         return refused_output(request, _LATE) if now - request.late_since > MAX_LATE else None
 
     def _renew(self, request: Request, reason: str) -> RequestOutput | None:
-        """Let a request wait, its newest draw forgotten, until its grammar is compiled anew."""
+        """Discard a request's newest sample, and requeue it once its grammar is recompiled."""
         spec = request.sampling.grammar
         assert self.grammars is not None
         assert spec is not None
         if not self._forget_draw(request) and request.renewed_at == request.num_output_tokens:
-            return None  # drawn in a step that was in flight when the grammar failed
+            return None  # sampled in a step that was in flight when the grammar failed
         in_vain = request.renewed_at == request.num_output_tokens
         if in_vain or request.num_renewals == MAX_RENEWALS:
             return refused_output(request, reason)
@@ -194,7 +193,7 @@ class RequestTable:
         return self._queue_compiled(request)
 
     def _forget_draw(self, request: Request) -> bool:
-        """Take the newest draw for none; whether the request still ran, and is queued by this."""
+        """Discard the newest sample; return whether the request was running and is requeued."""
         request.num_pending_tokens -= 1
         if request.status is RequestStatus.RUNNING:
             self.preempt(request)
@@ -202,17 +201,17 @@ class RequestTable:
         self.requeue_tokens(request, -1)
         return False
 
-    # -- from place to place ---------------------------------------------------------------------
+    # -- transitions -----------------------------------------------------------------------------
 
     def requeue_tokens(self, request: Request, count: int) -> None:
-        """So many more tokens of a request (fewer, if negative) are to be computed."""
+        """Add `count` (possibly negative) to the tokens to compute of a request."""
         request.queued_tokens += count
         self.queued_tokens += count
 
     def start(self, request: Request, cached: int) -> None:
-        """Give a slot to a request that has just got its blocks, `cached` tokens in them.
+        """Assign a slot to a request that has just got its blocks, `cached` tokens in them.
 
-        A slot has to be free, and the request's adapter admitted.
+        A slot must be free, and the request's adapter admitted.
         """
         self.waiting.remove(request)
         self.running[request.id] = request
@@ -226,7 +225,7 @@ class RequestTable:
         self.requeue_tokens(request, -cached)
 
     def preempt(self, request: Request) -> None:
-        """Put a running request back to the front of the queue, to be computed again."""
+        """Return a running request to the front of the queue, to be recomputed."""
         self.counters.preemptions += 1
         request.num_preemptions += 1
         request.num_computed_tokens = 0
@@ -237,7 +236,7 @@ class RequestTable:
         self._vacate(request)
 
     def retire(self, request: Request) -> None:
-        """Take out a request that finished or was aborted."""
+        """Remove a request that finished or was aborted."""
         del self.all[request.id]
         self.requeue_tokens(request, -request.queued_tokens)
         queued = request.steps_alone and self.isolation.forget(request)
@@ -255,7 +254,7 @@ class RequestTable:
             self.waiting.remove(request)
 
     def _vacate(self, request: Request) -> None:
-        """Take back what a request that runs no longer holds, slot and blocks when it is idle."""
+        """Release the resources of a stopped request; slot and blocks only once it is idle."""
         self.fairness.stop(request)
         self.encoder.stop(request)
         if self.speculator is not None:
@@ -264,7 +263,7 @@ class RequestTable:
         self.release_when_idle(request)
 
     def release_when_idle(self, request: Request) -> None:
-        """Release slot and blocks of a vacated request unless a plan in flight uses them."""
+        """Release slot and blocks of a vacated request, unless a plan in flight uses them."""
         if request.num_steps_in_flight or request.slot == NO_SLOT:
             return
         self.num_leaving_blocks -= request.table.num_blocks
@@ -277,7 +276,7 @@ class RequestTable:
         request.adapter_slot = NO_ADAPTER
 
     def check_integrity(self, known: dict[int, Request]) -> None:
-        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
+        """Raise AssertionError if anything is leaked, wrongly shared or miscounted."""
         requests = list(known.values())
         self.kv.check_integrity([r.table for r in requests])
         holders = [r for r in requests if r.slot != NO_SLOT]

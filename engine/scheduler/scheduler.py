@@ -1,9 +1,9 @@
-"""Decides what each step computes, and turns what it produced into outputs.
+"""Plans the computation of each step, and turns step results into outputs.
 
-There are no prefill and decode phases: a request has tokens computed and tokens to compute, and
-every step gives each request some of a common token budget. `schedule` may be called again before
-the result of the plan before is known; everything a plan in flight uses stays reserved until
-`update` has seen that plan's result.
+There are no prefill and decode phases: a request has computed tokens and tokens to compute, and
+every step assigns each request a part of a common token budget. `schedule` can be called again
+before the previous plan's result is known; resources used by a plan in flight stay reserved until
+`update` has processed its result.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ from engine.shared.messages import AddRequest, EngineCounters, RequestOutput
 
 
 class Gauges(NamedTuple):
-    """The load right now."""
+    """Current load."""
 
     waiting: int
     running: int
@@ -44,7 +44,7 @@ class Gauges(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A plan whose result is not known, with the request of each row."""
+    """A plan whose result is pending, with the request of each row."""
 
     plan: BatchPlan
     requests: list[Request]
@@ -70,14 +70,14 @@ class Scheduler:
         """Plan for an executor.
 
         Args:
-            max_loras: how many adapters a step may be computed with.
-            tiers: where KV blocks are stored beyond the executor's memory.
-            events: is told which KV blocks can be found.
+            max_loras: maximum number of adapters per step.
+            tiers: storage of KV blocks beyond the executor's memory.
+            events: log that is notified of blocks that become cached or are evicted.
 
         Raises:
-            ValueError: prompts are to be computed in one step, which does not hold the longest.
+            ValueError: prompts are to be computed in one step, which cannot hold the longest.
         """
-        # Where nothing is kept of a sequence, a block is no more than its place.
+        # Without a KV cache, a block stands for a whole sequence.
         block_size = cache.block_size if executor.has_kv else executor.max_model_len
         lookahead = lookahead_tokens(
             scheduling,
@@ -87,7 +87,7 @@ class Scheduler:
         )
         shape = CacheShape(block_size, executor.cache_windows, lookahead)
         self.max_model_len = shape.longest(executor.num_kv_blocks, executor.max_model_len)
-        """Longest sequence that the model takes and that fits into the KV cache alone."""
+        """Maximum sequence length that the model supports and that fits into an empty KV cache."""
         check_whole_prompts(scheduling, cache, executor, self.max_model_len)
         counters = EngineCounters() if tiers is None else tiers.counters
         self.counters = counters
@@ -136,31 +136,31 @@ class Scheduler:
         self._isolation = self._books.isolation
         self._planner = Planner(self._books, scheduling)
         self._has_kv = executor.has_kv
-        self._refused: Outputs = {}  # answers to suspects whose turn ended before its first step
+        self._refused: Outputs = {}  # outputs of suspects that failed before their first step
         self._in_flight: deque[InFlight] = deque()
         self._num_plans = 0
         self._num_passed_over = 0
         self._ended_at = 0.0
         self.admits = True
-        """Whether waiting requests begin; if not, those that run end and the others wait."""
+        """Whether waiting requests are admitted; if not, running ones finish and others wait."""
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def next_tokens(self) -> int:
-        """Maximum tokens that the next step can compute, and patches of images, each at about a
-        token's cost."""
+        """Maximum tokens that the next step can compute, plus image patches, each of which costs
+        about as much as a token."""
         tokens = len(self._books.running) + self._books.queued_tokens
         return min(tokens, self._planner.max_tokens) + self.encoder.max_patches
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any plan's result is not known."""
+        """Whether any request is unfinished or any plan's result is pending."""
         return bool(self._books.all or self._in_flight)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is unfinished that will be computed, or its end not said."""
+        """Whether any unfinished request will be computed, or any final output is unsent."""
         return bool((self._books.all if self._may_admit else self._books.running) or self._refused)
 
     @property
@@ -171,14 +171,14 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """A suspect whose turn has begun holds up what runs: it begins in any case."""
+        """Whether requests are admitted; always for a begun suspect, which blocks the others."""
         return self.admits or bool(self._isolation.current_id)
 
     @property
     def needs_plan(self) -> bool:
-        """Whether the next plan may have rows.
+        """Whether the next plan can have rows.
 
-        Requests that wait for their grammars get none, nor do those whose last token is in flight.
+        Requests waiting for grammars get none, nor do those whose last token is in flight.
         """
         books = self._books
         if self._isolation.current_id in books.compiling:
@@ -190,33 +190,33 @@ class Scheduler:
 
     @property
     def needs_step(self) -> bool:
-        """Whether a step would do anything now, if only to take the result of one in flight."""
+        """Whether a step would do anything now, including receiving a pending result."""
         return bool(self._in_flight) or self.needs_plan
 
     @property
     def alone(self) -> int:
-        """Id of the request that runs alone; 0 if all run together."""
+        """Id of the request that runs alone; 0 if none does."""
         return self._isolation.current_id
 
     def gauges(self) -> Gauges:
-        """Return the load right now."""
+        """Return the current load."""
         books, usage = self._books, self._kv.usage if self._has_kv else 0.0
         return Gauges(books.num_waiting, len(books.running), usage, books.queued_tokens)
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that wait for their grammar to be compiled, not for a slot."""
+        """Waiting requests that wait for grammars or KV blocks, not for a slot."""
         return len(self._books.compiling)
 
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
-        """Return what an admission policy is told about this rank.
+        """Return this rank's input to the admission policy.
 
-        The arguments describe the newest step that is over, for policies that weigh costs.
+        The arguments describe the newest completed step, for policies that weigh costs.
         """
         return self._planner.rank_state(self._num_passed_over, last_step_us, last_prefill_tokens)
 
     def describe_in_flight(self) -> str:
-        """Return what was scheduled and is not done, in numbers and names only, for the log."""
+        """Describe the plans in flight, using only numbers and names, for the log."""
         lines = [
             f"{len(self._in_flight)} plan(s) in flight, {len(self._books.running)} running, "
             f"{len(self._books.waiting)} waiting, {self._kv.num_free_blocks} free blocks"
@@ -235,10 +235,10 @@ class Scheduler:
             ]
         return "\n".join(lines)
 
-    # -- requests come and go --------------------------------------------------------------------
+    # -- arrival and removal of requests ---------------------------------------------------------
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
-        """See `RequestTable.add`. The time, here and below, only says how long requests took."""
+        """See `RequestTable.add`. Times, here and below, are only used to report durations."""
         return self._books.add(message, now)
 
     def queue_compiled(self) -> Outputs:
@@ -246,14 +246,14 @@ class Scheduler:
         return self._books.queue_compiled()
 
     def abort(self, ids: list[int]) -> None:
-        """Drop requests without any output; unknown ids are ignored."""
+        """Drop requests without sending output; unknown ids are ignored."""
         for request_id in ids:
             request = self._books.all.get(request_id)
             if request is not None:
                 self._books.retire(request)
 
     def abort_all(self) -> Outputs:
-        """Drop all requests; return what says so to those who wait for them."""
+        """Drop all requests; return their abort outputs by front end."""
         outputs: Outputs = {}
         for request in list(self._books.all.values()):
             output = RequestOutput(request.id, [], "abort")
@@ -266,7 +266,7 @@ class Scheduler:
         self.abort([r.id for r in self._books.all.values() if r.front_end == front_end])
 
     def preempt_all(self) -> None:
-        """Give up all slots and blocks; the requests wait to be computed again, in their order.
+        """Preempt all running requests, which are requeued in order, and vacate all slots.
 
         No plan may be in flight.
         """
@@ -278,36 +278,36 @@ class Scheduler:
 
     @property
     def waiting_adapters(self) -> list[str]:
-        """The adapters of requests that wait for a slot."""
+        """Adapters of requests that wait for a slot."""
         return list(self._books.waiting.adapters)
 
     def uses_adapter(self, version: str) -> bool:
-        """Whether a request, or what is left of one in a plan in flight, needs a version."""
+        """Return whether any request, or a plan in flight, uses an adapter version."""
         in_flight = (r for entry in self._in_flight for r in entry.requests)
         return any(r.adapter == version for r in (*self._books.all.values(), *in_flight))
 
     def reset_prefix_cache(self, *, tiers: bool = False) -> int:
-        """Forget all cached prefixes, those in the tiers on demand; return how many blocks."""
+        """Drop all cached prefixes, with `tiers` also stored ones; return the number of blocks."""
         if tiers and self._tiers is not None:
             self._tiers.clear()
         return self._kv.reset_prefix_cache()
 
     def blocks_since(self, after: int) -> BlockChanges | None:
-        """Return which KV blocks can be found or not since change number `after`."""
+        """Return the KV blocks cached or evicted since change number `after`."""
         return self._kv.blocks_since(after)
 
     # -- one step --------------------------------------------------------------------------------
 
     def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
-        """Plan the next step; every plan has to be given to `update`, in order."""
+        """Plan the next step; every plan must be passed to `update`, in order."""
         self._num_plans += 1
         building = PlanBuilder(self._num_plans, now)
         if not self._may_admit:
             grant = grant._replace(admit_new=False)
         budget = StepBudget(self._planner.max_tokens, grant)
         if self._isolation.is_due and self.admits:
-            # An empty step: whoever runs alone is announced before it runs. Its grammar is compiled
-            # within its turn: that may be what kills.
+            # An empty step: an isolated request is announced before it runs. Its grammar is
+            # compiled within its turn, since compiling may be what crashes the engine.
             if not any(entry.requests for entry in self._in_flight):
                 suspect = self._isolation.begin()
                 answer = self._books.compile(suspect)
@@ -324,7 +324,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: BatchPlan, result: BatchResult, now: float = 0.0) -> Outputs:
-        """Take the result of the oldest plan in flight and return what it adds to each request."""
+        """Process the result of the oldest plan in flight; return the new outputs by front end."""
         entry = self._in_flight[0]
         assert plan is entry.plan, "results have to come in the order of the plans"
         outputs, self._refused = self._refused, {}
@@ -336,10 +336,10 @@ class Scheduler:
         return outputs
 
     def _take(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
-        """Add to `outputs` what the result of a plan adds to each request."""
+        """Add the outputs of a plan's result to `outputs`."""
         plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
-            if requests[row].lacks_prompt_logprobs:  # they come again after a preemption
+            if requests[row].lacks_prompt_logprobs:  # recomputed after a preemption
                 start = plan.starts[row]
                 requests[row].prompt_logprobs[start : start + len(logprobs)] = logprobs
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -359,7 +359,7 @@ class Scheduler:
                 if row in result.accepted:
                     accepted = 0 if stalled else result.accepted[row]
                     self._settle_proposal(request, accepted)
-                    count = 1 + accepted  # the others have to be computed again
+                    count = 1 + accepted  # the others have to be recomputed
                 counts = sampled and not stalled
                 vector = result.pooled.get(row)
                 output = self._accept(request, result, drawn, vector, now) if counts else None
@@ -380,7 +380,7 @@ class Scheduler:
             self.counters.count_step(step_tokens)
 
     def _settle_blocks(self, request: Request, computed: int) -> None:
-        """Share the blocks that its first tokens fill, and free those that it needs no longer."""
+        """Commit the blocks filled by computed tokens, and free those behind the window."""
         table = request.table
         if computed >= table.next_commit:
             self._kv.commit(table, request.token_ids, computed)
@@ -388,13 +388,13 @@ class Scheduler:
             self._kv.release_behind(table, computed)
 
     def _settle_proposal(self, request: Request, accepted: int) -> None:
-        """Count the proposed tokens that were right as computed."""
+        """Count the accepted draft tokens as computed."""
         if self._speculator is not None:
             self._speculator.verified(request, request.num_proposed_tokens, accepted)
         request.num_proposed_tokens = 0
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens += accepted
-        else:  # preempted: everything will be computed again
+        else:  # preempted: everything will be recomputed
             self._books.requeue_tokens(request, accepted)
 
     def _accept(
@@ -405,7 +405,7 @@ class Scheduler:
         vector: bytes | None,
         now: float,
     ) -> RequestOutput:
-        """Append drawn tokens to their request and return the output for them, or for a vector."""
+        """Append sampled tokens to their request; return the output for them or a vector."""
         request.num_pending_tokens -= 1
         if not request.has_emitted and not request.was_taken_over:
             self.counters.prompt_tokens += request.num_prompt_tokens
@@ -424,18 +424,18 @@ class Scheduler:
         return output
 
     def _observe(self, entry: InFlight, result: BatchResult, now: float) -> None:
-        """Learn what the step took, since its plan or since the end of the step before."""
+        """Record the step's duration, since its plan or the end of the previous step."""
         seconds = now - max(entry.planned_at, self._ended_at)
         self._ended_at = now
         plan = entry.plan
         if plan.encoded:
-            return  # what rows cost cannot be told from it
+            return  # the cost of rows cannot be separated from encoding
         prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
         rows = plan.num_tokens - prefill
         self._costs.observe(rows, prefill, seconds, result.mask_wait_us)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if something is leaked, shared wrongly or counted wrongly."""
+        """Raise AssertionError if anything is leaked, wrongly shared or miscounted."""
         known = {id(r): r for r in self._books.all.values()}
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
         self._books.check_integrity(known)

@@ -1,11 +1,10 @@
-"""How much of an engine each tenant has used, and uses now: a part of `Fairness`.
+"""Work received and slots used by each tenant, for `Fairness`.
 
-Every tenant has a counter of the work done for it (a virtual token counter): prompt tokens as they
-are computed, and each decoded token. The tenant with the lowest counter goes next. A tenant that
-arrives or returns starts at the *virtual time*: what each tenant would have had by now if those
-present had had equal shares. So no tenant saves up credit while it is away, and the work by which
-others can overtake a waiting tenant is bounded, however many they are. While a tenant is alone
-nothing is counted.
+Every tenant has a counter of work done for it (a virtual token counter): computed prompt tokens and
+decoded tokens. The tenant with the lowest counter goes next. A tenant that arrives or returns
+starts at the *virtual time*: the work it would have received if all present tenants had had equal
+shares. So no tenant accumulates credit while absent, and the work by which others can overtake a
+waiting tenant is bounded, regardless of their number. While a tenant is alone nothing is counted.
 """
 
 import sys
@@ -15,25 +14,25 @@ from types import MappingProxyType
 from engine.scheduler.request import Request
 
 DECODE_WEIGHT = 2
-"""Work of a decoded token in prompt tokens: it has to read all weights for few rows."""
+"""Work of a decoded token in prompt tokens: it reads all weights for few rows."""
 
 GUARDED_STEPS = 256
-"""Steps for which prefill stays limited after the last request of another tenant, so that one that
-sends requests now and then does not wait for a long step."""
+"""Steps for which prefill stays limited after another tenant's last request, so that a tenant that
+sends requests occasionally does not wait for a long step."""
 
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
 _MAX_ABSENT = 256
-"""Absent tenants beyond which obsolete counters are dropped."""
+"""Number of absent tenants above which obsolete counters are dropped."""
 
 
 def add_one(counts: dict[int, int], key: int) -> None:
-    """Count one more; keys without a count are absent."""
+    """Increment a count; zero counts are absent."""
     counts[key] = counts.get(key, 0) + 1
 
 
 def take_one(counts: dict[int, int], key: int) -> None:
-    """Count one less."""
+    """Decrement a count."""
     if counts[key] == 1:
         del counts[key]
     else:
@@ -41,19 +40,20 @@ def take_one(counts: dict[int, int], key: int) -> None:
 
 
 class PrefillQuota:
-    """How many prompt tokens each tenant may still have in one step.
+    """Remaining prompt tokens of each tenant in one step.
 
-    A prompt that its tenant's credit covers is computed at once. One that has to be cut waits for a
+    A prompt covered by its tenant's credit is computed at once. One that must be split waits for a
     step without prompt tokens of other tenants, whose first tokens it would delay, and until most
-    of the credit pays for the prompt itself; meanwhile its tenant's credit grows. One that is
-    longer than what all tenants may have together is cut into pieces of that length, each in a step
-    without those of other tenants; one that fits, but not beside those of others, waits.
+    of the credit pays for the prompt rather than the fixed cost; meanwhile its tenant's credit
+    grows. One longer than the limit for all tenants together is split into pieces of that length,
+    each in a step without prompts of other tenants; one that fits, but not next to other prompts,
+    waits.
 
     Args:
-        limit: maximum tokens of one tenant.
-        credit: tokens of tenants that may have less.
-        mixed_cost: what it costs a tenant to have any prompt tokens in this step, in tokens.
-        together: maximum tokens of all tenants in this step, whatever their credit.
+        limit: maximum tokens per tenant.
+        credit: credits of the tenants whose limit is lower.
+        mixed_cost: fixed cost to a tenant of having any prompt tokens in this step, in tokens.
+        together: maximum tokens of all tenants in this step, regardless of credit.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PrefillQuota:
         self._total = 0
 
     def left(self, tenant: int, wanted: int) -> int:
-        """Return how many of the tokens that a tenant wants for a prompt it may have."""
+        """Return how many of the `wanted` prompt tokens a tenant can have."""
         taken = self._taken.get(tenant, 0)
         room, piece = self._limit - taken, self._together - self._total
         others_took = self._total > taken
@@ -84,7 +84,7 @@ class PrefillQuota:
         return max(0, min(wanted, room, piece))
 
     def take(self, tenant: int, wanted: int) -> int:
-        """Take for a tenant what is left for it; return how many tokens."""
+        """Reserve what `left` returns for a tenant; return the number of tokens."""
         count = self.left(tenant, wanted)
         if count:
             self._taken[tenant] = self._taken.get(tenant, 0) + count
@@ -96,12 +96,12 @@ class Shares:
     """The counters of one engine's tenants.
 
     While other tenants are present, a tenant has a credit of prompt tokens. Each step adds a few
-    tokens; tokens that are computed beside decodes are taken from it, and the cost of having any
-    there. So an occasional short prompt does not wait, and an endless series of long ones does not
-    make all steps long.
+    tokens; prompt tokens computed together with decodes are charged, plus a fixed cost. So an
+    occasional short prompt does not wait, and an endless series of long ones does not make all
+    steps long.
 
     Args:
-        max_prefill: maximum prompt tokens of one tenant in a step while others are present, and
+        max_prefill: maximum prompt tokens per tenant and step while others are present, and the
             maximum credit.
     """
 
@@ -113,39 +113,39 @@ class Shares:
         self._present: dict[int, int] = {}
         self._running: dict[int, int] = {}
         self._credit: dict[int, int] = {}
-        """Prompt-token credit by tenant; a missing tenant has the maximum."""
+        """Prompt-token credit by tenant; absent tenants have the maximum."""
         self._mixed_cost = 0
         self._together = sys.maxsize
         self._beside_decodes = True
         self._mixing: set[int] = set()
-        """Tenants with prompt tokens in this step, which have paid the mixed cost."""
+        """Tenants with prompt tokens in this step, already charged the fixed cost."""
 
     @property
     def contended(self) -> bool:
-        """Whether more than one tenant has requests here, running or waiting."""
+        """Whether more than one tenant has requests, running or waiting."""
         return len(self._present) > 1
 
     @property
     def num_in_debt(self) -> int:
-        """Tenants that have spent credit and not got it back; none if one has the engine alone."""
+        """Number of tenants below the maximum credit; 0 if one has the engine alone."""
         return len(self._credit) if self.contended else 0
 
     def served(self, tenant: int) -> float:
-        """Return the work done for a tenant, as far as it counts against others."""
+        """Return a tenant's work counter."""
         return self._served.get(tenant, 0.0)
 
     def holds(self, tenant: int) -> bool:
-        """Whether requests of a tenant run."""
+        """Return whether any request of the tenant runs."""
         return tenant in self._running
 
     def come(self, tenant: int) -> None:
-        """A request of a tenant has arrived."""
+        """Add a request that has arrived."""
         if tenant not in self._present:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
         add_one(self._present, tenant)
 
     def leave(self, tenant: int) -> None:
-        """A request of a tenant has ended."""
+        """Remove a request that has ended."""
         take_one(self._present, tenant)
         if len(self._served) > 2 * len(self._present) + _MAX_ABSENT:
             present, time = self._present, self._time
@@ -156,21 +156,21 @@ class Shares:
             }
 
     def start(self, tenant: int) -> None:
-        """A request of a tenant runs now."""
+        """Record that a request has started to run."""
         add_one(self._running, tenant)
 
     def stop(self, tenant: int) -> None:
-        """A request of a tenant runs no longer."""
+        """Record that a request has stopped running."""
         take_one(self._running, tenant)
 
     def charge(self, tenant: int, tokens: int) -> None:
-        """Count work that is done for a tenant."""
+        """Add work to a tenant's counter, if contended."""
         if self.contended:
             self._served[tenant] += tokens
             self._time += tokens / len(self._present)
 
     def prefill(self, tenant: int, tokens: int) -> None:
-        """Count prompt tokens that are computed for a tenant."""
+        """Charge a tenant for computed prompt tokens."""
         self.charge(tenant, tokens)
         if not self._guarded:
             return
@@ -184,7 +184,7 @@ class Shares:
         self._credit[tenant] = credit - tokens
 
     def quota(self, *, by_credit: bool = True) -> PrefillQuota:
-        """Return what each tenant may have of a step's prefill, credit ignored if asked for."""
+        """Return each tenant's prefill limits for a step, optionally without credit."""
         if not self._guarded:
             return PrefillQuota(sys.maxsize)
         if not by_credit:
@@ -205,12 +205,12 @@ class Shares:
 
         Args:
             refill: prompt tokens added to each tenant's credit.
-            mixed_cost: what it costs to have any prompt tokens in this step, in tokens.
-            together: maximum prompt tokens of all tenants in this step, if there are several.
+            mixed_cost: fixed cost of having any prompt tokens in this step, in tokens.
+            together: maximum prompt tokens of all tenants in this step, if contended.
         """
         self._beside_decodes = True
         self._together = together
-        # The maximum credit has to cover more than this cost, however low it is.
+        # The maximum credit must exceed this cost, however low it is.
         self._mixed_cost = min(mixed_cost, self._max_prefill // 4)
         self._mixing.clear()
         self._credit = {
@@ -226,18 +226,18 @@ class Shares:
             self.charge(tenant, DECODE_WEIGHT * running)
 
     def begin_free(self) -> None:
-        """Nothing is decoded in the step that has begun: its prompts delay no tokens.
+        """Mark the step as having no decodes, so that prompts delay no tokens.
 
-        They need no credit, and cost what there is of it. One that has to be cut still waits for
-        those of others if its tenant is in debt.
+        Prompts then need no credit, but use up any positive credit. One that must be split still
+        waits for those of others if its tenant is in debt.
         """
         self._beside_decodes = False
 
     def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
-        """Compare with all requests there are, and with those that run.
+        """Compare the counts with all requests, and with those that run.
 
         Raises:
-            AssertionError: a tenant is counted wrongly.
+            AssertionError: a tenant is miscounted.
         """
         for requests, counts in ((present, self._present), (running, self._running)):
             found: dict[int, int] = {}

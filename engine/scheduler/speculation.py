@@ -1,4 +1,4 @@
-"""Which draft tokens are proposed for which request, and how many are accepted."""
+"""Speculative decoding: proposes draft tokens and records how many are accepted."""
 
 import sys
 from array import array
@@ -16,33 +16,33 @@ from engine.shared.config import SchedulerConfig
 from engine.shared.messages import EngineCounters
 
 _MAX_CANDIDATES = 8
-"""Maximum earlier occurrences that are compared, newest first."""
+"""Maximum earlier occurrences to compare, newest first."""
 
 
 class NgramIndex:
-    """Finds where the last tokens of one sequence occurred before; grows with the sequence.
+    """Finds earlier occurrences of a sequence's last tokens; grows with the sequence.
 
     Occurrences of the same `shortest` tokens form a chain, newest first, as in the hash chains of
-    LZ77 compressors (RFC 1951, section 4), so that a token costs one look-up to add.
+    LZ77 compressors (RFC 1951, section 4), so adding a token costs one look-up.
     """
 
     __slots__ = ("_earlier", "_longest", "_newest", "_shortest")
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """Look for matches of at least `shortest` tokens; more than `longest` are not compared."""
+        """Match at least `shortest` tokens, and compare at most `longest`."""
         self._shortest = shortest
         self._longest = longest
         self._newest: dict[tuple[int, ...], int] = {}
-        """Position after the newest occurrence of so many tokens."""
+        """Position after the newest occurrence of each n-gram of `shortest` tokens."""
         self._earlier = array("q")
-        """For each position from `shortest` on the one before it in its chain, or -1."""
+        """For each position from `shortest` on, the previous one in its chain, or -1."""
 
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return `count` tokens that may follow, or none where the last ones are new.
+        """Return `count` likely next tokens, or none if the last tokens have not occurred before.
 
-        Of the earlier occurrences the one that agrees furthest back is continued, and of those
-        the newest. A continuation that reaches the end of the sequence goes on with itself. From
-        call to call the sequence only grows.
+        Continues the earlier occurrence with the longest match; ties go to the newest. A
+        continuation that reaches the end of the sequence repeats itself. Between calls the sequence
+        must only grow.
         """
         self._extend(token_ids)
         end = len(token_ids)
@@ -63,7 +63,7 @@ class NgramIndex:
         return [token_ids[best + offset % period] for offset in range(count)]
 
     def _extend(self, token_ids: Sequence[int]) -> None:
-        """Enter every position whose token has become known."""
+        """Index every new position."""
         size, newest, earlier = self._shortest, self._newest, self._earlier
         for position in range(len(earlier) + size, len(token_ids)):
             key = tuple(token_ids[position - size : position])
@@ -71,7 +71,7 @@ class NgramIndex:
             newest[key] = position
 
     def _agreement(self, token_ids: Sequence[int], position: int) -> int:
-        """Return how many tokens before `position` are those at the end of the sequence."""
+        """Return how many tokens before `position` match the end of the sequence."""
         length, end = self._shortest, len(token_ids)
         longest = min(self._longest, position)
         while length < longest and token_ids[position - length - 1] == token_ids[end - length - 1]:
@@ -84,21 +84,21 @@ DEFAULT_LOOKUP_MAX = 4
 
 
 class Speculator:
-    """Proposes tokens that a step computes beside the newest one of a request.
+    """Proposes draft tokens for a step to verify after a request's newest token.
 
-    Each is kept if the draw at its position gives the same token, so that output never depends on
-    what is proposed; only the number of steps does.
+    A draft token is accepted if sampling at its position gives the same token, so drafts affect
+    only the number of steps, never the output.
     """
 
     def __init__(
         self, scheduling: SchedulerConfig, prices: Prices, counters: EngineCounters
     ) -> None:
-        """Draft as the settings say, as long as it pays at these prices."""
+        """Draft according to the settings, while it pays off at these prices."""
         self._max = scheduling.max_draft_tokens
         self._max_decodes = scheduling.speculative_disable_by_batch_size or sys.maxsize
         self._drafts_later = scheduling.drafts_with_model
-        """Whether a draft model or head beside the executor drafts when the step is computed; there
-        it finds the request's blocks and its newest token."""
+        """Whether a draft model or head next to the executor drafts at execution time; it has the
+        request's blocks and newest token."""
         self._lookup = lookup_lengths(scheduling)
         self._ngrams: dict[int, NgramIndex] = {}
         self._counters = counters
@@ -113,9 +113,9 @@ class Speculator:
         *,
         headroom: int,
     ) -> None:
-        """Let decodes verify drafts with the tokens and blocks that nobody else wants now.
+        """Add drafts to decodes, using tokens and blocks that are otherwise unused.
 
-        The plan is complete but for drafts; `headroom` is how many blocks have to stay free.
+        The plan is complete except for drafts; `headroom` is the number of blocks to leave free.
         """
         for request, proposed in self._chosen(plan, budget.num_tokens):
             table, start = request.table, request.num_computed_tokens
@@ -133,12 +133,12 @@ class Speculator:
                 plan.proposed[request.id] = proposed
 
     def _chosen(self, plan: PlanBuilder, most: int) -> list[tuple[Request, list[int]]]:
-        """Return the requests of a plan that get drafts of at most so many tokens, with these."""
+        """Return the requests that get drafts of at most `most` tokens, with the drafts."""
         decodes = len(plan.decodes)
         offers = [
             (request, proposed)
             for request in plan.decodes
-            # Of others the newest token is not known.
+            # With more pending tokens, the newest token is unknown.
             if request.num_pending_tokens == 1 and (proposed := self._propose(request, most))
         ]
         if not offers:
@@ -157,7 +157,7 @@ class Speculator:
         ]
 
     def _propose(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow the request's known ones, up to an end."""
+        """Return up to `most` draft tokens, ending with the first stop token."""
         room = request.max_total_tokens - request.num_computed_tokens - 1
         count = min(most, room, self._max)
         if count <= 0:
@@ -174,7 +174,7 @@ class Speculator:
         return proposed
 
     def verified(self, request: Request, proposed: int, accepted: int) -> None:
-        """This many of the tokens proposed last were accepted."""
+        """Record how many of the last proposed tokens were accepted."""
         counters = self._counters
         counters.spec_drafts += 1
         counters.spec_draft_tokens += proposed
@@ -183,18 +183,18 @@ class Speculator:
             self._lengths.observe(request.id, proposed, accepted)
 
     def forget(self, request: Request) -> None:
-        """The request does not run any more."""
+        """Drop the state of a request that no longer runs."""
         self._lengths.forget(request.id)
         self._ngrams.pop(request.id, None)
 
     @property
     def num_tracked(self) -> int:
-        """Requests with drafts that are remembered."""
+        """Number of requests with draft counts."""
         return self._lengths.num_tracked
 
 
 def draft_prices(scheduling: SchedulerConfig, executor: ExecutorInfo) -> Prices:
-    """Return what drafts cost: nothing, if that is what the settings say of tokens."""
+    """Return the costs of drafts; zero if the settings say that tokens cost nothing."""
     row = scheduling.speculative_row_price
     if row == 0:
         return Prices(0.0)
@@ -202,7 +202,7 @@ def draft_prices(scheduling: SchedulerConfig, executor: ExecutorInfo) -> Prices:
 
 
 def lookup_lengths(scheduling: SchedulerConfig) -> tuple[int, int]:
-    """Return the minimum and maximum tokens to compare; each bounds the other's default."""
+    """Return the minimum and maximum match length; each bounds the other's default."""
     shortest, longest = scheduling.prompt_lookup_min, scheduling.prompt_lookup_max
     if shortest is None:
         shortest = min(DEFAULT_LOOKUP_MIN, longest or DEFAULT_LOOKUP_MIN)

@@ -1,57 +1,57 @@
-"""What steps take, learned from those that are over.
+"""Costs of steps, learned from completed ones.
 
 All costs are in *rows*: the time that one more decode adds to a step. A step takes as long as its
-base and its rows together, t = a + b * rows; base = a / b. On an accelerator that is hundreds of
-rows, on a processor with a small model some thirty. The first prompt tokens beside decodes cost
-more than others: attention is computed in another way for them.
+base plus its rows, t = a + b * rows; base = a / b: hundreds of rows on an accelerator, about thirty
+on a CPU with a small model. The first prompt tokens in a step with decodes cost extra, since they
+use a different attention path.
 """
 
 from dataclasses import dataclass
 
 PRIOR_BASE = 32.0
-"""Base, until more is known: that of a small model on a processor, the lowest there is."""
+"""Initial base: that of a small model on a CPU, the lowest in practice."""
 
 PRIOR_PREFILL = 0.5
-"""Cost of a prompt token, until more is known."""
+"""Initial cost of a prompt token."""
 
 _PRIOR_SPREAD = 64.0
-"""How much the numbers of rows must differ (sum of squares) to count as much as the prior."""
+"""Variance of the row counts at which samples weigh as much as the prior."""
 
 _SMOOTHING = 8
 """A new sample moves an average by 1/8 of the difference."""
 
 _OUTLIER = 4.0
-"""Samples count as at most this many times the average: a step may have waited for a processor."""
+"""Samples are clipped to this multiple of the average: a step may have waited for a CPU."""
 
 _STALE_STEPS = 2048
-"""Steps after which what was seen of some number of rows counts half."""
+"""Half-life of a sample, in steps."""
 
 _FIT_INTERVAL = 16
 _MIN_PREFILL = 16
-"""Steps with less prefill say little about the cost of a token, but what it costs to have any."""
+"""Steps with less prefill are used to estimate the mixed cost instead of the cost per token."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Decode steps of about the same number of rows."""
+    """Averages over decode steps of similar row counts."""
 
     rows: float
     seconds: float
     count: int
     newest: int
-    """Number of the newest of these steps."""
+    """Number of the newest such step."""
 
 
 class StepCosts:
-    """Learns from every step; a pure function of what it is told."""
+    """Learns from every step, as a pure function of its inputs."""
 
     def __init__(self) -> None:
         self.base = PRIOR_BASE
-        """What a step costs without any row."""
+        """Fixed cost of a step without rows."""
         self.prefill = PRIOR_PREFILL
-        """What one prompt token costs."""
+        """Cost of one prompt token."""
         self.mixed = 0.0
-        """What a step of decodes costs more for a few prompt tokens than `prefill` for each."""
+        """Extra fixed cost of a step of decodes with any prompt tokens."""
         self._row_seconds = 0.0
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
@@ -59,13 +59,13 @@ class StepCosts:
     def observe(
         self, rows: int, prefill_tokens: int, seconds: float, mask_wait_us: int = 0
     ) -> None:
-        """Take a step with this many decodes that is over.
+        """Learn from a completed step.
 
         Args:
-            rows: decodes, drafts included.
-            prefill_tokens: tokens computed beside them.
-            seconds: from its plan, or from the end of the step before, to its result.
-            mask_wait_us: what of that it waited for masks of grammars.
+            rows: decodes, including drafts.
+            prefill_tokens: prompt tokens in the same step.
+            seconds: from its plan, or the end of the previous step, to its result.
+            mask_wait_us: part of that spent waiting for grammar masks.
         """
         seconds -= mask_wait_us * 1e-6
         if seconds <= 0:
@@ -78,7 +78,7 @@ class StepCosts:
             beyond = seconds / self._row_seconds - alone
             if prefill_tokens >= _MIN_PREFILL:
                 least, most = self.prefill / _OUTLIER, self.prefill * _OUTLIER
-                if rows:  # what is known of it may be old: the tokens cost at least half
+                if rows:  # `mixed` may be outdated: attribute at least half to the tokens
                     beyond = max(beyond - self.mixed, beyond / 2)
                 sample = min(max(beyond / prefill_tokens, least), most)
                 self.prefill += (sample - self.prefill) / _SMOOTHING
@@ -91,7 +91,7 @@ class StepCosts:
                 self._fit()
 
     def of_masks(self, mask_us: int) -> float:
-        """Return what masks cost that take this many microseconds."""
+        """Return the cost of masks that take this many microseconds."""
         if not mask_us or not self._row_seconds:
             return 0.0
         return mask_us * 1e-6 / self._row_seconds

@@ -1,6 +1,6 @@
 """The order in which waiting requests are admitted.
 
-The lowest priority number goes first; among equals, the tenant with the least work so far
+Lower priority numbers go first; among equals, the tenant with the least work so far
 (`engine.scheduler.shares`); within a tenant, first come, first served.
 """
 
@@ -17,26 +17,26 @@ def _arrival(request: Request) -> int:
 
 
 _Place = tuple[float, int, int]
-"""Work done for a tenant when it was last looked at, arrival of a request of it, the tenant."""
+"""Tenant's work counter when last read, arrival of its first request, tenant id."""
 
 
 class _Line:
-    """Waiting requests of one priority and tenant, in the order of their arrival.
+    """Waiting requests of one priority and tenant, in order of arrival.
 
-    Sequences of one request of a client are a group. Groups are kept in the order of their first
-    ones, so that whole groups can be passed over.
+    Sequences of one client request form a group. Groups are ordered by their first sequences, so
+    that whole groups can be skipped.
     """
 
     def __init__(self) -> None:
         self._groups: dict[int, list[Request]] = {}
         self._order: list[tuple[int, int]] = []
-        """Arrival of the first of each group, and the group."""
+        """Arrival of each group's first sequence, and the group id."""
 
     def __bool__(self) -> bool:
         return bool(self._order)
 
     def __iter__(self) -> Iterator[Request]:
-        begun: list[tuple[int, int, int]] = []  # arrival, group, index of the next of each
+        begun: list[tuple[int, int, int]] = []  # arrival, group, index of the next sequence
         for arrival, group in self._order:
             while begun and begun[0][0] < arrival:
                 yield self._next(begun)
@@ -59,7 +59,7 @@ class _Line:
         return self._order[0][0]
 
     def first(self, passed: Collection[int] = (), adapters: Collection[str] = ()) -> Request | None:
-        """Return the first request of a group, and with an adapter, that is not passed over."""
+        """Return the first request that is in no `passed` group and uses none of `adapters`."""
         for _, group in self._order:
             if group not in passed and (request := self._groups[group][0]).adapter not in adapters:
                 return request
@@ -92,8 +92,8 @@ class _Line:
 class _Level:
     """Waiting requests of one priority.
 
-    Tenants are kept in the order of what they had when they were last looked at. Since that only
-    grows, those that had more meanwhile are found, and moved, when they come to the front.
+    Tenants are ordered by their work counters when last read. Since counters only grow, outdated
+    entries are found, and moved, when they reach the front.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -106,7 +106,7 @@ class _Level:
         return bool(self._lines)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests as they would be admitted if all were computed one after another."""
+        """Yield requests in the order of admission if each were computed in turn."""
         if len(self._lines) == 1:
             for line in self._lines.values():
                 yield from line
@@ -169,7 +169,7 @@ class _Level:
 class WaitingQueue:
     """Requests that wait for a slot.
 
-    Adding, removing and looking take a binary search each and move pointers.
+    All operations take O(log n) comparisons, plus moving pointers.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -178,18 +178,18 @@ class WaitingQueue:
         self._priorities: list[int] = []
         self._size = 0
         self.adapters: dict[str, int] = {}
-        """How many requests wait with each adapter."""
+        """Number of waiting requests per adapter."""
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests in the order of admission, as far as it is known now."""
+        """Yield requests in the order of admission, as currently known."""
         for priority in self._priorities:
             yield from self._levels[priority]
 
     def push(self, request: Request) -> None:
-        """Queue a new request, or a preempted one where it was before: first of its tenant."""
+        """Queue a new request, or a preempted one at its former place: first of its tenant."""
         level = self._levels.get(request.priority)
         if level is None:
             level = self._levels[request.priority] = _Level(self._shares)
@@ -205,18 +205,16 @@ class WaitingQueue:
         groups: Collection[int] = (),
         adapters: Collection[str] = (),
     ) -> Request | None:
-        """Return the request to admit next, of a tenant and a group that are not passed over.
+        """Return the next request to admit, not of a skipped tenant, group or adapter.
 
-        Nor is its adapter one of `adapters`.
-
-        Requests of higher priority always go first, also while they are passed over.
+        Requests of higher priority always go first, even while they are skipped.
         """
         if not self._priorities:
             return None
         return self._levels[self._priorities[0]].first(passed, groups, adapters)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, from wherever it is."""
+        """Remove a request."""
         level = self._levels[request.priority]
         level.remove(request)
         self._size -= 1

@@ -20,6 +20,7 @@ MAPPED = {
     "async_scheduling": "async_scheduling", "enforce_eager": "enforce_eager",
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
+    "language_model_only": "language_model_only", "limit_mm_per_prompt": "limit_mm_per_prompt",
 }  # fmt: skip
 """vLLM's names of the settings that both have; one that is left at its default is vLLM's choice."""
 
@@ -74,6 +75,8 @@ def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, A
         for name, value in _changed(section).items():
             if name in MAPPED:
                 arguments[MAPPED[name]] = value
+    # Of what is not served nothing is loaded, and no memory is kept for it.
+    arguments["limit_mm_per_prompt"] = {"image": config.model.max_images, "video": 0, "audio": 0}
     if config.parallel.enable_expert_parallel:
         arguments["enable_expert_parallel"] = True
     for name, value in _given(config.executor.engine_args).items():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm
+from msgspec.structs import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -36,6 +37,7 @@ from engine.core.utilities import carry_out
 from engine.core.wave_clock import WaveClock
 from engine.scheduler.refusal import refusal
 from engine.shared.config import EngineConfig
+from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     ASLEEP_TAGS,
     AbortRequests,
@@ -54,6 +56,7 @@ from engine.shared.messages import (
     WeightsSource,
 )
 from engine.vllm.arguments import engine_arguments
+from engine.vllm.images import ImagePreparation
 from engine.vllm.outputs import Sequence
 from engine.vllm.requests import Moves, NotOffered, continue_grammar, core_request, resume
 
@@ -121,6 +124,8 @@ class VllmCore:
         )
         # Else sequences without a seed are drawn alike on all engines that have just started.
         self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
+        takes_media = model.supports_multimodal_inputs
+        self._images = ImagePreparation(self._config) if takes_media else None
         self.vocab_size: int = model.get_vocab_size()
         self.halting = Halting()
         self.weights = WeightsSource(config.model.model, config.model.revision, weight_version)
@@ -154,10 +159,15 @@ class VllmCore:
             cache.kv_cache_memory_bytes,
             kv_cache_dtype=str(cache.cache_dtype),
             utilities=UTILITIES,
+            images=self._images is not None and self._images.takes_images,
+            image_window=IMAGE_WINDOW_BYTES,
+            whole_images=True,
         )
 
     def shutdown(self) -> None:
         """End vLLM's processes and give all memory back."""
+        if self._images is not None:
+            self._images.close()
         self._core.shutdown()
 
     # -- questions -------------------------------------------------------------------------------
@@ -171,7 +181,8 @@ class VllmCore:
             or self._core.scheduler.has_requests()
         ):
             return True
-        return bool(self._held) and self._admits and not self.halting.is_halted
+        waits = bool(self._held) or (self._images is not None and self._images.is_busy)
+        return waits and self._admits and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
@@ -246,10 +257,14 @@ class VllmCore:
         if not self._front_ends.is_present(message.front_end):
             logger.warning("%s dropped: its front end is not there", message.request_id)
             return
-        self._front_ends.count_request(message)
+        restored = self._front_ends.restored(message)
+        if restored is None:
+            logger.warning("request %s: its images were lost", message.request_id)
+            return
+        self._front_ends.count_request(restored)
         if message.id in self._sequences:
             return
-        answer = self._queue(message)
+        answer = self._queue(restored)
         if answer is not None:
             self._front_ends.address(message.front_end).append(answer)
 
@@ -271,27 +286,29 @@ class VllmCore:
                 self._config.structured_outputs_config,
                 self._tokenizer,
             )
-            request, _ = self._core.preprocess_add_request(wanted)
-        except (NotOffered, VLLMValidationError, ValueError) as error:
-            param = error.param if isinstance(error, NotOffered) else None
-            param = getattr(error, "parameter", param)
-            return RequestOutput(
-                message.id, [], "error", error=str(error), refused=True, error_param=param
-            )
-        except Exception as error:  # nothing of it has been queued: it fails alone
-            logger.exception("request %s could not be queued", message.request_id)
-            return RequestOutput(message.id, [], "error", error=type(error).__name__)
-        if self._moves is Moves.RESUMED:
-            resume(request, message.output_token_ids)
-        continue_grammar(request, message.output_token_ids)
+            if message.encoder_inputs:
+                if self._images is None or not self._images.takes_images:
+                    raise NotOffered("messages", "this engine takes no images")
+                self._images.begin(message, wanted)
+                message = replace(message, encoder_inputs=[])  # vLLM has its own copies
+            else:
+                self._enter(message, wanted)
+        except Exception as error:
+            return _failed(message, error)
         self._counters.grammar_requests += message.sampling.grammar is not None
         self._sequences[message.id] = Sequence(message, time.monotonic())
         self._uncomputed += message.num_tokens
+        return None
+
+    def _enter(self, message: AddRequest, wanted: Any) -> None:
+        request, _ = self._core.preprocess_add_request(wanted)
+        if self._moves is Moves.RESUMED:
+            resume(request, message.output_token_ids)
+        continue_grammar(request, message.output_token_ids)
         if message.alone or self._alone or self._held:
             self._held.append(request)
         else:
             self._core.add_request(request)
-        return None
 
     def _eos(self) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
@@ -308,6 +325,8 @@ class VllmCore:
             self._forget(each)
 
     def _forget(self, request_id: int) -> None:
+        if self._images is not None:
+            self._images.forget(request_id)
         sequence = self._sequences.pop(request_id)
         if sequence.first is None:
             self._uncomputed -= sequence.message.num_tokens
@@ -398,10 +417,23 @@ class VllmCore:
         Raises:
             StepFailed: the engine cannot go on.
         """
+        if self._images is not None and self._images.is_busy:
+            self._enter_prepared(self._images)
         if self._settle_alone():
             return self._take(changes_alone=True)
         self._advance()
         return self._take()
+
+    def _enter_prepared(self, images: ImagePreparation) -> None:
+        idle = not (self._core.batch_queue or self._core.scheduler.has_requests())
+        for request_id, prepared in images.done(idle=idle):
+            message = self._sequences[request_id].message
+            try:
+                self._enter(message, prepared.result())
+            except Exception as error:
+                self._forget(request_id)
+                answers = self._front_ends.address(message.front_end)
+                answers.append(_failed(message, error))
 
     def _advance(self) -> None:
         core = self._core
@@ -478,6 +510,18 @@ class VllmCore:
     def _take(self, *, changes_alone: bool = False) -> CoreStep:
         news = News(self._is_halted, self.halting.hands_over, self._alone)
         return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
+
+
+def _failed(message: AddRequest, error: Exception) -> RequestOutput:
+    """Return the answer to a request of which nothing has been queued: it fails alone."""
+    if isinstance(error, NotOffered | VLLMValidationError | ValueError):
+        param = error.param if isinstance(error, NotOffered) else None
+        param = getattr(error, "parameter", param)
+        return RequestOutput(
+            message.id, [], "error", error=str(error), refused=True, error_param=param
+        )
+    logger.error("request %s could not be queued", message.request_id, exc_info=error)
+    return RequestOutput(message.id, [], "error", error=type(error).__name__)
 
 
 def _seed_draws(_worker: Any, seed: int, rank: int) -> None:

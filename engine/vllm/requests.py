@@ -147,8 +147,6 @@ def _check(message: AddRequest) -> None:
     sampling = message.sampling
     if message.pooling is not None:
         raise NotOffered("model", "vLLM engines make no vectors here")
-    if message.encoder_inputs:
-        raise NotOffered("messages", "vLLM engines take no images here")
     if message.adapter:
         raise NotOffered("model", "vLLM engines serve no adapters here")
     if sampling.grammar is not None and (

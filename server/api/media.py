@@ -46,7 +46,13 @@ async def prepare_images(request: GenerationRequest, call: Call, services: Servi
     call.on_release.append(held.release)
     # Shortening a conversation can drop images again.
     longest = MAX_TOKENS if source.shortened else request.max_model_len
-    prepared = await images.prepare(sources, held, max_model_len=longest, copies=request.best_of)
+    prepared = await images.prepare(
+        sources,
+        held,
+        max_model_len=longest,
+        copies=request.best_of,
+        whole=services.client.wants_whole_images,
+    )
     request.conversations = [_shown(source, prepared)]
 
 

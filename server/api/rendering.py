@@ -54,8 +54,8 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
         time_to_first_token_ms=timing.prefill * 1000,
         generation_time_ms=timing.decode * 1000,
         queue_time_ms=timing.queue * 1000,
-        mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else None,
-        tokens_per_second=tokens / ran if ran > 0 else None,
+        mean_itl_ms=timing.decode * 1000 / (tokens - 1) if tokens > 1 else UNSET,
+        tokens_per_second=tokens / ran if ran > 0 else UNSET,
     )
 
 
@@ -145,8 +145,8 @@ class ChunkStream:
         options = request.fields.stream_options
         wanted = options is not None and bool(options.include_usage)
         self._include_usage = wanted or request.force_usage
-        tells_each = options is not None and bool(options.continuous_usage_stats)
-        tells_each &= self._include_usage
+        each_wanted = options is not None and bool(options.continuous_usage_stats)
+        tells_each = request.force_usage or (wanted and each_wanted)
         self._counts: Counter[int] | None = Counter() if tells_each else None
         """Tokens per choice, updated before each chunk, if every chunk reports usage."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
@@ -250,7 +250,11 @@ def _shown(
     for token in tokens:
         scores = token.logprob
         assert scores is not None, "only a prompt's first token has no log probability"
-        shown = zip(scores.top_ids[:alternatives], scores.top_logprobs[:alternatives], strict=True)
+        shown = [
+            *zip(scores.top_ids[:alternatives], scores.top_logprobs[:alternatives], strict=True)
+        ]
+        if request.sampling.logprob_token_ids and token.token_id not in scores.top_ids:
+            shown.insert(0, (token.token_id, scores.logprob))
         yield ChatLogprob(
             name_of(token.token_id),
             max(scores.logprob, MIN_LOGPROB),

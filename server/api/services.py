@@ -193,7 +193,7 @@ def _images(
     config: FrontEndConfig,
     metrics: FrontEndMetrics,
 ) -> "Images | None":
-    if processor is None or not config.media.max_images:
+    if processor is None or not config.model.max_images:
         return None
     token_id = tokenizer.token_to_id(processor.token)
     if token_id is None:
@@ -202,7 +202,7 @@ def _images(
         )
     from server.media.images import Images  # imports Pillow, which only models with images need
 
-    return Images(processor, token_id, config.media, metrics)
+    return Images(processor, token_id, config.media, metrics, max_images=config.model.max_images)
 
 
 def services_of(request: Request) -> Services:

@@ -41,7 +41,8 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         "Prefix of all paths behind a proxy, e.g. `/swell`, whether or not the proxy strips it.",
     ] = ""
     enable_force_include_usage: Annotated[
-        bool, "End every stream with its token usage, even if the request did not ask for it."
+        bool,
+        "Show token usage in every chunk of all streams, even if the request did not ask for it.",
     ] = False
     enable_per_request_metrics: Annotated[
         bool,

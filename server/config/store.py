@@ -16,8 +16,8 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     ] = "node"
     response_store_bytes: Annotated[
         PositiveInt,
-        "Maximum bytes that are kept, in a file at most seven eighths of its file system; beyond "
-        "it, the tenant that keeps the most loses its oldest entries.",
+        "Maximum bytes that are kept; an eighth of the file system, at most 64 MiB, stays free, "
+        "too. Beyond it, the tenant that keeps the most loses its oldest entries.",
     ] = 256 << 20
     response_store_age: Annotated[
         PositiveFloat,

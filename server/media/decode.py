@@ -10,7 +10,7 @@ import struct
 from PIL import ExifTags, Image, ImageOps
 
 from engine.shared.messages import MAX_ASPECT_RATIO, EncoderInput
-from server.media.processors import ImagePlan, ImageProcessor
+from server.media.processors import EncoderSize, ImagePlan, ImageProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_SIDE = 32768
@@ -111,17 +111,24 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def encoder_inputs(
-    file: ImageFile, processor: ImageProcessor
+    file: ImageFile, processor: ImageProcessor, *, whole: bool
 ) -> tuple[ImagePlan, tuple[EncoderInput, ...]]:
-    """Decode an image; return what becomes of it, and what the encoder takes, at no position yet.
+    """Decode an image; return what becomes of it, and what engines take of it, at no position yet.
+
+    With `whole` that is the image in its own size, else what the encoder takes.
 
     Raises:
         BadImage: it cannot be decoded.
     """
     image = file.decode()
     plan = processor.plan(image.height, image.width)
+    sizes, parts = plan.sizes, iter([image])
+    if whole:
+        sizes = (EncoderSize(image.height, image.width, plan.num_tokens),)
+    else:
+        parts = processor.pixels(image)
     inputs = []
-    for size, part in zip(plan.sizes, processor.pixels(image), strict=True):
+    for size, part in zip(sizes, parts, strict=True):
         pixels = part.tobytes()
         digest = hashlib.blake2b(digest_size=16)
         digest.update(processor.name.encode() + struct.pack(">III", *size))

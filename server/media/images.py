@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -49,7 +50,8 @@ class PreparedImage(NamedTuple):
 
     plan: ImagePlan
     inputs: tuple[EncoderInput, ...]
-    """What the encoder takes of it, at no position yet; empty if it is only counted."""
+    """What engines take of it, at no position yet: the whole of it, or one for each size of the
+    plan. Empty if it is only counted."""
 
 
 class HeldImages:
@@ -94,6 +96,7 @@ class Images:
         token_id: of the token that stands for images.
         config: what is allowed.
         metrics: counts.
+        max_images: of a request.
     """
 
     def __init__(
@@ -102,10 +105,12 @@ class Images:
         token_id: int,
         config: MediaConfig,
         metrics: FrontEndMetrics,
+        *,
+        max_images: int,
     ) -> None:
         self.processor = processor
         self.token_id = token_id
-        self.max_images = config.max_images
+        self.max_images = max_images
         self._max_pixels = config.max_image_pixels
         local = config.allowed_local_media_path
         self._sources = ImageSources(
@@ -139,6 +144,7 @@ class Images:
         *,
         max_model_len: int,
         copies: int = 1,
+        whole: bool = False,
     ) -> list[PreparedImage]:
         """Return images as engines take them.
 
@@ -147,6 +153,7 @@ class Images:
             held: counts their bytes; those of files are given back.
             max_model_len: tokens of images that fit into no prompt are refused undecoded.
             copies: sequences that each carry the images to an engine.
+            whole: engines resize them.
 
         Raises:
             ApiError: there are too many, one is not taken, or there is no room for them.
@@ -158,22 +165,27 @@ class Images:
             tokens = sum(plan.num_tokens for plan in plans)
             if tokens >= max_model_len:
                 raise context_length_exceeded(max_model_len, tokens, 1, "messages")
-            size = sum(plan.num_bytes for plan in plans)
+            size = sum(
+                3 * file.height * file.width if whole else plan.num_bytes for file, plan in files
+            )
             if size * copies > MAX_PIXEL_BYTES:
                 raise invalid(
                     f"messages: {len(sources)} images for {copies} sequences have {size * copies} "
-                    f"bytes of pixels as the model takes them, more than {MAX_PIXEL_BYTES}",
+                    f"bytes of pixels as engines take them, more than {MAX_PIXEL_BYTES}",
                     "messages",
                 )
             held.take(size)
             prepared = []
             for source, (file, _) in zip(sources, files, strict=True):
-                made = await self._in_thread(source, encoder_inputs, file, self.processor)
+                make = partial(encoder_inputs, whole=whole)
+                made = await self._in_thread(source, make, file, self.processor)
                 prepared.append(PreparedImage(*made))
             held.give_back(sum(file.num_bytes for file, _ in files))
         for image in prepared:
             self._metrics.count("images")
-            self._metrics.count("image_pixel_bytes", by=image.plan.num_bytes)
+            self._metrics.count(
+                "image_pixel_bytes", by=sum(len(each.pixels) for each in image.inputs)
+            )
             self._metrics.count("image_tokens", by=image.plan.num_tokens)
         self._metrics.observe("image_prepare_time_seconds", time.monotonic() - began)
         return prepared
@@ -231,19 +243,27 @@ class Images:
     def placed(
         self, token_ids: list[int], images: Sequence[PreparedImage]
     ) -> tuple[EncoderInput, ...]:
-        """Return what the encoder takes, each at the tokens of a prompt that stand for it.
+        """Return what engines take, each at the tokens of a prompt that stand for it.
 
         Raises:
             ApiError: there are more or fewer of these tokens.
         """
         inputs, at = [], 0
         try:
-            for each in [each for image in images for each in image.inputs]:
-                first = token_ids.index(self.token_id, at)
-                at = first + each.num_tokens
-                if token_ids[first:at].count(self.token_id) != each.num_tokens:
-                    raise ValueError
-                inputs.append(msgspec.structs.replace(each, position=first))
+            for image in images:
+                runs = []
+                for size in image.plan.sizes:
+                    first = token_ids.index(self.token_id, at)
+                    at = first + size.num_tokens
+                    if token_ids[first:at].count(self.token_id) != size.num_tokens:
+                        raise ValueError
+                    runs.append((first, size.num_tokens))
+                if len(image.inputs) == 1:
+                    runs = [(runs[0][0], at - runs[0][0])]
+                inputs += [
+                    msgspec.structs.replace(each, position=first, num_tokens=length)
+                    for each, (first, length) in zip(image.inputs, runs, strict=True)
+                ]
         except ValueError:
             at = 0
         if self.token_id in token_ids[at:]:

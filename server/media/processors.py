@@ -180,7 +180,7 @@ class Gemma3:
 
 
 class Qwen2VL:
-    """Qwen2-VL and Qwen2.5-VL: about the size that the image has, in whole merged patches."""
+    """Qwen2-VL and its successors: about the size that the image has, in whole merged patches."""
 
     marker = token = "<|image_pad|>"
 
@@ -215,12 +215,41 @@ class Qwen2VL:
         yield image.resize((width, height), self._resample)
 
 
-_KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL]] = {
+class Mistral3:
+    """Mistral 3: rows of merged patches; only engines that resize images themselves take it."""
+
+    marker = token = "[IMG]"
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self._longest = int(settings.get("size", {"longest_edge": 1540})["longest_edge"])
+        merged = int(config.get("spatial_merge_size", 2))
+        self._factor = merged * int(config["vision_config"].get("patch_size", 14))
+        self.name = f"mistral3 {self._longest} {self._factor}"
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        ratio = max(1.0, height / self._longest, width / self._longest)
+        rows, columns = (
+            (math.floor(side / ratio) - 1) // self._factor + 1 for side in (height, width)
+        )
+        row = EncoderSize(self._factor, columns * self._factor, columns)
+        text = "[IMG_BREAK]".join([self.token * columns] * rows) + "[IMG_END]"
+        return ImagePlan(text, (row,) * rows)
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        raise BadProcessor("engines that encode images of Mistral 3 resize them themselves")
+
+
+_KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL] | type[Mistral3]] = {
     "idefics3": Idefics3,
     "smolvlm": Idefics3,
     "gemma3": Gemma3,
     "qwen2_vl": Qwen2VL,
     "qwen2_5_vl": Qwen2VL,
+    "qwen3_vl": Qwen2VL,
+    "qwen3_vl_moe": Qwen2VL,
+    "qwen3_5": Qwen2VL,
+    "qwen3_5_moe": Qwen2VL,
+    "mistral3": Mistral3,
 }
 """By the `model_type` of config.json."""
 

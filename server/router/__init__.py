@@ -1,1 +1,1 @@
-"""A front end's side of the cluster: who is there, which engine gets a request, tokens back."""
+"""A front end's side of the cluster: membership, routing of requests, and their outputs."""

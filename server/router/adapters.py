@@ -1,7 +1,7 @@
-"""What a front end knows of adapters, and what it says of them: no I/O.
+"""A front end's view of the adapter sheet, and its leases on adapter versions: no I/O.
 
 A request that names an adapter holds a lease on its version until it has ended, so that the
-coordinator knows from every front end which versions are still needed.
+coordinator knows which versions each front end still needs.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from engine.shared.messages import (
 )
 
 REPEAT_INTERVAL = 1.0
-"""Seconds after which what the coordinator may not have heard is said again."""
+"""Seconds after which a notice is repeated to the coordinator, which may have missed it."""
 
 
 class Adapters:
@@ -24,15 +24,15 @@ class Adapters:
         self._front_end = front_end
         self._incarnation = incarnation
         self.sheet: AdapterSheet | None = None
-        """None while no engine has adapters, as far as is known."""
+        """None until any engine is known to have adapters."""
         self._leases: Counter[str] = Counter()
         self._said: AdaptersInUse | None = None
         self._repeat_at = float("-inf")
 
     def take(self, view: AdaptersView | None) -> list[AdapterOutcome]:
-        """Take the coordinator's view; return the outcomes of the wishes of all front ends.
+        """Apply the coordinator's view; return the outcomes of all front ends' adapter changes.
 
-        A restarted coordinator may know less than this front end, which has told it then.
+        An older sheet is ignored: a restarted coordinator can know less than this front end.
         """
         if view is None or (self.sheet is not None and view.sheet.revision < self.sheet.revision):
             return []
@@ -41,36 +41,36 @@ class Adapters:
 
     @property
     def served(self) -> dict[str, str]:
-        """The path of each adapter that requests may name."""
+        """Paths of the adapters that requests can name, by name."""
         if self.sheet is None:
             return {}
         return {name: entry.path for name, entry in self.sheet.serving.items()}
 
     def version(self, name: str) -> str | None:
-        """Return which version a request that names an adapter gets; None without one."""
+        """Return the version that a request naming this adapter gets; None if there is none."""
         entry = None if self.sheet is None else self.sheet.serving.get(name)
         return None if entry is None else entry.version
 
     def name(self, version: str) -> str:
-        """Return what a version is, or was, called."""
+        """Return the current or former name of a version."""
         entries = [] if self.sheet is None else self.sheet.entries
         names = [entry.name for entry in entries if entry.version == version]
         return names[-1] if names else version
 
     def lease(self, version: str) -> None:
-        """A request with this version begins."""
+        """Take a lease for a request that begins."""
         if version:
             self._leases[version] += 1
 
     def release(self, version: str) -> None:
-        """It has ended."""
+        """Release the lease of a request that has ended."""
         if version:
             self._leases[version] -= 1
             if not self._leases[version]:
                 del self._leases[version]
 
     def notice(self, now: float) -> AdaptersInUse | None:
-        """Return what the coordinator has to be told at `now` (seconds, monotonic)."""
+        """Return the notice due to the coordinator at `now` (seconds, monotonic), if any."""
         if self.sheet is None:
             return None
         said = AdaptersInUse(

@@ -1,9 +1,9 @@
-"""Which engine holds which KV blocks, as one front end knows it: a state machine without I/O.
+"""One front end's index of the KV blocks that each engine holds: a state machine without I/O.
 
-Each engine is asked for what has changed since the last answer, and answers when something has. An
-answer that does not continue the known state is dropped. A front end that is too far behind, has
-lost an answer or meets a new process gets all names instead. So the index of an engine is empty, or
-what the engine held at some moment.
+Each engine is asked for changes since its last answer, and answers once there are any. An answer
+that does not continue the known state is dropped. A front end that is too far behind, missed an
+answer or sees a new process gets all names instead. So the index of an engine is either empty or
+reflects what it held at some moment.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksWan
 from server.router.route import Engine, Route
 
 ASK_AGAIN = 5.0
-"""Seconds after which an engine is asked again: the question or the answer may be lost."""
+"""Seconds after which an unanswered engine is asked again, since messages can be lost."""
 
 
 @dataclass(slots=True)
@@ -23,19 +23,19 @@ class _Held:
     engine: Engine
     block_size: int
     number: int = ALL_BLOCKS
-    """Of the newest change that is known."""
+    """Number of the newest known change."""
     names: set[int] = field(default_factory=set)
     asked_at: float | None = None
-    """When it was asked what it has not answered yet."""
+    """Time of the unanswered request; None if there is none."""
 
 
 class BlockIndex:
-    """The names of all engines' blocks.
+    """Names of all engines' blocks.
 
     Args:
-        front_end: this front end's number.
-        max_blocks: names that are kept; each engine has an equal share, and what does not fit
-            there is taken for not cached.
+        front_end: number of this front end.
+        max_blocks: maximum names kept; each engine has an equal share, and blocks beyond it are
+            treated as not cached.
     """
 
     def __init__(self, front_end: int, max_blocks: int) -> None:
@@ -44,11 +44,11 @@ class BlockIndex:
         self._held: dict[int, _Held] = {}
 
     def size(self) -> int:
-        """Return how many names are kept now."""
+        """Return the number of names kept."""
         return sum(len(each.names) for each in self._held.values())
 
     def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
-        """Return what to ask the engines that are there, by identity; forget those that are not."""
+        """Return the requests to send, by engine identity; drop the state of engines that left."""
         there = {route.engine for route in routes}
         self._held = {rank: each for rank, each in self._held.items() if each.engine in there}
         return [
@@ -58,7 +58,7 @@ class BlockIndex:
         ]
 
     def _due(self, route: Route, now: float) -> _Held | None:
-        """Return what is known of an engine if it has to be asked for more."""
+        """Return the state of an engine that has to be asked for changes, else None."""
         setup = route.entry.setup
         if setup is None or not setup.tells_blocks:
             return None
@@ -71,10 +71,10 @@ class BlockIndex:
         return held
 
     def take(self, message: KvBlocks) -> bool:
-        """Take an engine's answer.
+        """Apply an engine's answer.
 
         Returns:
-            Whether it replaces what was known of that process: a reset, or changes were lost.
+            Whether it replaced known state of that process, after a reset or lost changes.
         """
         held = self._held.get(message.rank)
         if held is None or held.engine != (message.rank, message.incarnation):
@@ -95,9 +95,9 @@ class BlockIndex:
     def cached_tokens(
         self, engines: Collection[Engine], message: AddRequest, output_token_ids: list[int]
     ) -> dict[int, int]:
-        """Return how many tokens of a sequence each engine has cached, by rank, where any are.
+        """Return the number of a sequence's tokens cached on each engine, by rank; zeros omitted.
 
-        At least one token is left to compute, as in engines.
+        As in engines, at least one token is left to compute.
         """
         alive = [
             held
@@ -125,7 +125,7 @@ class BlockIndex:
 
 
 def _names_of(message: AddRequest, output_token_ids: list[int], size: int) -> Iterator[int]:
-    """Yield the names of a sequence's full blocks, without the one of its last token."""
+    """Yield the names of a sequence's full blocks, except a block that holds its last token."""
     token_ids = message.prompt_token_ids
     if output_token_ids:
         token_ids = token_ids + output_token_ids

@@ -1,7 +1,7 @@
-"""Requests in flight: on their way to engines, and their tokens on the way back.
+"""Requests in flight: sent to engines, and their outputs received.
 
-A state machine without I/O. A request gets a new id each time it is sent, so outputs that an
-earlier engine or connection still sends for it are ignored.
+A state machine without I/O. A request gets a new id each time it is sent, so that outputs sent by
+an earlier engine or connection are ignored.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from server.router.split import Split, answer_of, draws_one_token, prefill_of
 
 
 class Delivery:
-    """Sends each request to the engine that it is pinned to or that the policy chooses.
+    """Sends each request to its pinned engine, or to one chosen by the policy.
 
     Args:
-        front_end: this front end's number.
-        first_id: requests are numbered from here; no other front end may use the same numbers.
-        members: the engines that there are.
-        loads: how loaded they are.
-        policy: chooses among them.
-        index: which KV blocks they hold, if the policy is to know.
-        split: which prompts are computed by other engines than those that answer.
+        front_end: number of this front end.
+        first_id: start of the request numbering; ranges of front ends must not overlap.
+        members: engines of the cluster.
+        loads: load per engine.
+        policy: chooses an engine.
+        index: KV blocks held by engines, if the policy uses them.
+        split: chooses prompts for separate prefill engines.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Delivery:
         split: Split | None = None,
     ) -> None:
         self.in_flight: dict[int, RoutedRequest] = {}
-        """Requests that have not ended, by the id under which they were sent last."""
+        """Unfinished requests, by the id under which they were last sent."""
         self._front_end = front_end
         self._next_id = first_id
         self._members = members
@@ -58,7 +58,7 @@ class Delivery:
     # -- requests --------------------------------------------------------------------------------
 
     def begin(self, request: RoutedRequest) -> None:
-        """Add a new request, which is on no engine yet."""
+        """Add a new request, not assigned to an engine."""
         self._next_id += 1
         request.message = msgspec.structs.replace(
             request.message,
@@ -69,14 +69,14 @@ class Delivery:
         self.in_flight[request.id] = request
 
     def renumber(self, request: RoutedRequest, now: float) -> None:
-        """Take a request off its engine; later outputs of that engine do not count."""
+        """Unassign a request from its engine; later outputs of that engine are ignored."""
         request.times.left(now)
         request.engine = None
         del self.in_flight[request.id]
         self.begin(request)
 
     def end(self, request: RoutedRequest) -> bool:
-        """Forget a request, for whatever reason; False if it had ended before."""
+        """Remove a request; return False if it had already ended."""
         return self.in_flight.pop(request.id, None) is not None
 
     def running_on(self, engine: Engine) -> list[RoutedRequest]:
@@ -85,7 +85,7 @@ class Delivery:
     # -- out -------------------------------------------------------------------------------------
 
     def send(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Send a request to an engine; empty if there is none for it now."""
+        """Send a request to an engine; return no actions if none is available."""
         choice = self._choose(request)
         if choice is None:
             return []
@@ -96,7 +96,7 @@ class Delivery:
         if request.prefill is Prefill.RUNS:
             message = prefill_of(message)
         elif request.prefill is Prefill.OVER:
-            request.prefill = Prefill.NONE  # if this engine is lost, it begins anew
+            request.prefill = Prefill.NONE  # if this engine is lost, start over
             engine = request.prefilled_by
             message = answer_of(message, None if engine is None else members.find(*engine))
         message = route.without_held_images(message)
@@ -117,7 +117,7 @@ class Delivery:
         return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
 
     def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
-        """A send failed: return the request, now on no engine, if it has not ended."""
+        """Handle a failed send: return the request, now unassigned, if it has not ended."""
         route = self._members.find(*engine)
         if route is not None:
             self._loads.not_sent(route, message.num_tokens)
@@ -173,7 +173,7 @@ class Delivery:
         answers: Choice,
         cached: dict[int, int],
     ) -> Choice | None:
-        """Return the engine that computes a request's prompt, if another than answers should."""
+        """Return the prefill engine for a request; None if the answering one prefills."""
         if self._split is None or not self._members.has_prefill_engines:
             return None
         route, known = self._members.routes[answers.rank], cached.get(answers.rank, 0)
@@ -201,7 +201,7 @@ class Delivery:
         )
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
-        """Have an engine process drop requests, if it can be reached."""
+        """Abort requests on an engine process, if it is reachable."""
         route = None if engine is None else self._members.find(*engine)
         if route is None or route.identity is None:
             return []
@@ -216,11 +216,11 @@ class Delivery:
     # -- back ------------------------------------------------------------------------------------
 
     def outputs(self, message: StepOutputs, order: int, now: float) -> list[Action]:
-        """Take the outputs of a step.
+        """Process the outputs of a step.
 
         Args:
-            order: 0 if the message is the next one of its engine, otherwise it is not delivered:
-                messages before it were lost (positive), or it is known already (negative).
+            order: 0 if the message is the next one of its engine; otherwise it is not delivered,
+                since earlier messages were lost (positive), or it is a duplicate (negative).
         """
         stats = message.stats
         engine = (stats.rank, stats.incarnation)
@@ -254,7 +254,7 @@ class Delivery:
         return actions + self.abort(stale, engine) if stale else actions
 
     def _prefill_said(self, request: RoutedRequest, output: RequestOutput) -> None:
-        """Take an output of a prefill engine: its token is not shown."""
+        """Process an output of a prefill engine; its token is discarded."""
         if output.finish_reason is None:
             return
         has_succeeded = output.finish_reason in ("length", "stop")
@@ -265,12 +265,12 @@ class Delivery:
         self._prefilled.append(request)
 
     def take_prefilled(self) -> list[RoutedRequest]:
-        """Return the requests whose prompts have been computed: they go on elsewhere."""
+        """Return and clear the prefilled requests, which are to continue elsewhere."""
         prefilled, self._prefilled = self._prefilled, []
         return prefilled
 
     def engines_run(self, now: float) -> list[Action]:
-        """Engines run: a wake-up may be over."""
+        """Record that engines are running, which ends a pending wake-up."""
         if self._woken_at is None:
             return []
         woken_at, self._woken_at = self._woken_at, None

@@ -1,7 +1,7 @@
-"""Routes requests to engines and their outputs back: `GenerationClient` over real sockets.
+"""`GenerationClient` over real sockets: routes requests to engines and returns their outputs.
 
-Everything runs on the front end's event loop. What decides is `server.router.router`; this module
-owns the sockets and the clock, and carries out what the router says.
+Everything runs on the front end's event loop. `server.router.router` makes the decisions; this
+module owns the sockets and the clock, and performs the router's actions.
 """
 
 import asyncio
@@ -41,36 +41,36 @@ from server.router.token_stream import RequestStream, Unread
 logger = logging.getLogger(__name__)
 
 UTILITY_TIMEOUT = 120.0
-"""Seconds that an engine may take for a utility; waking up may mean loading a model."""
+"""Default timeout of a utility call in seconds; waking up can mean loading a model."""
 
 FLEET_INTERVAL = 0.05
-"""Seconds between two looks at how far engines are with an order for all of them."""
+"""Seconds between polls of the engines' progress with a fleet order."""
 
 MAX_HELD = 1024
-"""Requests that a front end holds while there is no engine; further ones get 503 at once."""
+"""Maximum requests held while there is no engine; further ones get 503 immediately."""
 
 FIRST_CONNECT_TIMEOUT = 5.0
-"""Seconds that the first requests of a front end may wait for it to reach the engines."""
+"""Seconds that a front end's first requests wait for it to connect to the engines."""
 
 TICK_INTERVAL = 1.0
-"""Seconds between checks for members and requests that have waited for too long."""
+"""Seconds between checks for members and requests that have waited too long."""
 
 FOLLOW_INTERVAL = 0.1
-"""Seconds between questions to engines which KV blocks they hold."""
+"""Seconds between requests to engines for changes of their KV blocks."""
 
 
 class EngineClient:
     """A front end's two sockets to all engines, around its `Router`.
 
     Args:
-        front_end: this front end's number.
-        router: decides what goes where.
-        metrics: counts.
+        front_end: number of this front end.
+        router: makes all routing decisions.
+        metrics: metrics to update.
         notify: sends a notice to the coordinator.
         requests, outputs: bound ROUTER and PULL sockets that engines connect to; closed here.
-        min_ready_engines: have to be usable before `ready` is first true.
-        cold_start_timeout: seconds that requests are held while there is no engine; above 0 the
-            client is ready without one.
+        min_ready_engines: number of usable engines required for `ready` to become true.
+        cold_start_timeout: seconds for which requests are held while there is no engine; above 0
+            the client is ready without engines.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class EngineClient:
         self._metrics = metrics
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
-        """The adapters that requests may name."""
+        """Adapters that requests can name."""
         self._wishes: dict[int, tuple[AdapterWish | FleetWish, asyncio.Future[Any]]] = {}
-        """What was wished of the coordinator, and its answers, by ticket."""
+        """Requests to the coordinator and the futures of their answers, by ticket."""
         self.fleet: FleetOrder | None = None
-        """The newest order for all engines that is known here."""
+        """The newest fleet order known here."""
         self._idle = asyncio.Event()
         self._shell = RouterShell(
             router,
@@ -105,8 +105,8 @@ class EngineClient:
         )
         self._requests = Inbox(requests, RouteHello, "requests")
         self._outputs = Inbox(outputs, EngineOutput, "outputs")
-        # Unknown peers must raise instead of swallowing a request, and an engine that connects
-        # again must not be shut out by its own old connection.
+        # Sends to unknown peers must fail instead of being dropped, and a reconnecting engine must
+        # not be rejected because of its old connection.
         requests.setsockopt(zmq.ROUTER_MANDATORY, 1)
         requests.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._min_ready_engines = min_ready_engines
@@ -117,7 +117,7 @@ class EngineClient:
         self._reached_engines = asyncio.Event()
         if cold_start_timeout:
             self._became_ready.set()
-            metrics.count("held_request_seconds", by=0)  # so that the series is there
+            metrics.count("held_request_seconds", by=0)  # so that the series exists
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._requests.attach(
@@ -157,6 +157,10 @@ class EngineClient:
     @property
     def serves_images(self) -> bool:
         return self._router.members.serves_images
+
+    @property
+    def wants_whole_images(self) -> bool:
+        return self._router.members.wants_whole_images
 
     @property
     def num_slots(self) -> int:
@@ -219,7 +223,7 @@ class EngineClient:
             return await answers
         finally:
             timer.cancel()
-            self._handle(overdue)  # if the caller has gone; otherwise it is over already
+            self._handle(overdue)  # a no-op unless the caller was cancelled
 
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
@@ -233,7 +237,7 @@ class EngineClient:
                     outcome: AdapterOutcome = await answer
                     return outcome
         except TimeoutError:
-            reason = f"Not all engines and front ends had done it after {UTILITY_TIMEOUT:g} s."
+            reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
             return AdapterOutcome(wish.ticket, 503, reason)
 
     async def order_fleet(
@@ -245,7 +249,7 @@ class EngineClient:
                 with self._wished(wish) as answer:
                     revision: int = await answer
                 while True:
-                    # What the engines that are there say of themselves.
+                    # Ask the engines that are connected for their own state.
                     there = self._router.members.has_engines
                     results = await self.call_utility(None, "info", {}) if there else []
                     late = [each for each in results if not _followed(each, wish, revision)]
@@ -258,7 +262,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _wished(self, wish: AdapterWish | FleetWish) -> Iterator[asyncio.Future[Any]]:
-        """Tell the coordinator a wish, and again with each tick until it has answered."""
+        """Send a request to the coordinator, and repeat it with each tick until it is answered."""
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._wishes[wish.ticket] = wish, answer
         self._notify(wish)
@@ -278,9 +282,9 @@ class EngineClient:
             self._notify(notice)
 
     async def drain(self, within: float) -> int:
-        """Take no new sequences, wait for those in flight, then end the others with an error.
+        """Reject new sequences, wait for those in flight, then fail the rest.
 
-        Returns how many had not ended after `within` seconds.
+        Returns how many were unfinished after `within` seconds.
         """
         self._draining = True
         self._reached_engines.set()
@@ -300,10 +304,11 @@ class EngineClient:
         )
 
     async def wait_for_engines(self) -> None:
-        """Wait as the interface says.
+        """Wait as specified by the interface.
 
-        This front end listens on the same socket as others of its node, and gets requests as soon
-        as it does. Without any engine the wait is `cold_start_timeout` for as many as may be held.
+        This front end shares its listening socket with others on its node, so it gets requests as
+        soon as it listens. Without any engine, up to `MAX_HELD` requests wait for
+        `cold_start_timeout`.
         """
         await self._reached_engines.wait()
         if self.reaches_engines or self._draining or self._num_held >= MAX_HELD:
@@ -320,17 +325,17 @@ class EngineClient:
             self._num_held -= 1
 
     async def wait_until_ready(self) -> None:
-        """Wait until as many engines can serve as there have to be at the start."""
+        """Wait until `min_ready_engines` engines can serve."""
         await self._became_ready.wait()
 
     # -- events and actions ----------------------------------------------------------------------
 
     def view_changed(self, view: ClusterView) -> None:
-        """Take a cluster view from the coordinator."""
+        """Apply a cluster view from the coordinator."""
         outcomes = self.adapters.take(view.adapters)
         self._tell_of_adapters()
         order = view.fleet
-        # A coordinator that has begun anew may know less.
+        # A restarted coordinator can know less.
         if order is not None and (self.fleet is None or order.revision >= self.fleet.revision):
             self.fleet = order
             for ticket in order.tickets:

@@ -1,6 +1,6 @@
-"""What happens to a front end's router, and what it does about it.
+"""Events handled by a front end's router, and the actions that it returns.
 
-Structs and not dataclasses: several are made for every request, one for every step of an engine.
+Structs instead of dataclasses: several are created per request, and one per step of an engine.
 """
 
 import msgspec
@@ -28,26 +28,26 @@ from server.router.request import RoutedRequest
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """A new request; its id is given to it here."""
+    """A new request; the router assigns its id."""
 
     request: RoutedRequest
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The outputs of a request are no longer read, whether it has ended or not."""
+    """The reader of a request's outputs has closed it, whether or not the request has ended."""
 
     request: RoutedRequest
 
 
 class EngineHello(msgspec.Struct, frozen=True):
-    """An engine's hello on the request socket; `sender` is how to reach it."""
+    """An engine's hello on the request socket; `sender` is its socket identity."""
 
     sender: bytes
     hello: RouteHello
 
 
 class SendsFailed(msgspec.Struct, frozen=True):
-    """There was no peer for some of the `Send`s that were returned last."""
+    """Some of the `Send` actions returned last had no peer."""
 
     sends: "list[Send]"
 
@@ -62,18 +62,18 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class CallOverdue(msgspec.Struct, frozen=True):
-    """The caller waits no longer for the answers that are still missing."""
+    """The caller has stopped waiting for the missing answers."""
 
     call_id: int
     why: str
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Periodic timer event."""
 
 
 class FollowBlocks(msgspec.Struct, frozen=True):
-    """It is time to ask engines which KV blocks they hold."""
+    """Timer event: ask engines for changes of their KV blocks."""
 
 
 Event = (
@@ -86,64 +86,64 @@ Event = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send to an engine; a failure must be reported with `SendsFailed`."""
+    """Send to an engine; a failure must be reported as `SendsFailed`."""
 
     to: bytes
     rank: int
     incarnation: int
     message: AddRequest | UtilityCall
     reason: str = ""
-    """Why the request goes to this engine, for the routing metric."""
+    """Why this engine was chosen, for the routing metric."""
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Tell an engine something, if it is there."""
+    """Send to an engine, ignoring failures."""
 
     to: bytes
     message: AbortRequests | RouteTaken | KvBlocksWanted
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Hand the outputs of one step to the readers of their requests."""
+    """Pass the outputs of one step to the readers of their requests."""
 
     outputs: list[tuple[RoutedRequest, RequestOutput]]
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """A request ends with an error: nothing can go on with it."""
+    """End a request with an error, since it cannot continue."""
 
     request: RoutedRequest
     error: NoEngineAvailable | KillsEngines
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """A submitted request, or a call, is not taken; the only action then."""
+    """Reject a submitted request or call; always the only action."""
 
     error: NoEngineAvailable
 
 
 class CallResult(msgspec.Struct, frozen=True):
-    """A call is over: these are the answers, by rank, including errors for missing ones."""
+    """A call is complete: results by rank, with errors for missing answers."""
 
     call_id: int
     results: list[UtilityResult]
 
 
 class Notify(msgspec.Struct, frozen=True):
-    """Tell the coordinator."""
+    """Send a notice to the coordinator."""
 
     notice: WakeUp
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Add to a counter of the metrics."""
+    """Increment a counter of the metrics."""
 
     name: str
     by: int = 1
 
 
 class Woken(msgspec.Struct, frozen=True):
-    """For the metrics: how long paused engines took to run after a request was sent to one."""
+    """Metric: time from a request's send until paused engines ran."""
 
     seconds: float
 

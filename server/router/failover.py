@@ -1,10 +1,9 @@
-"""What happens to requests whose engines die, fall silent, lose them, or are halted.
+"""Failover of requests whose engines die, fall silent, lose them, or are halted.
 
 A state machine without I/O. Requests move to other engines with their tokens so far, or wait for an
-engine. Requests that were in flight on too many engines that died are suspects: one at a time is
-tried, the others wait for their turn. Innocent requests become suspects too if they shared engines
-with the culprit. So being suspected is not an error: a suspect runs alone, and the result shows
-whether it kills engines.
+engine. Requests that were in flight on too many engines that died are suspects, and are tried one
+at a time. Innocent requests that shared engines with the culprit become suspects too, so being a
+suspect is not an error: a suspect runs alone, and the result shows whether it kills engines.
 """
 
 import logging
@@ -24,50 +23,49 @@ from server.router.route import Engine
 logger = logging.getLogger(__name__)
 
 PROBATION_PATIENCE = 10
-"""Multiple of `resume_timeout` after which a suspect is given up if it is neither cleared nor
-convicted."""
+"""Multiple of `resume_timeout` after which an undecided suspect fails."""
 
 ALL_HALTED = "All engines are paused or asleep, and none resumed in time; try again later."
 
 STEPS_ALONE = 8
-"""Sampling steps for which a suspect runs alone: more than were lost with its engine."""
+"""Sampling steps of a trial: more than were lost with its engine."""
 
 STEPS_GROWTH = 4
 """Factor by which each earlier acquittal, up to two, lengthens a trial."""
 
 CONVICTING_DEATHS = 2
-"""Engines that must die while running the same suspect alone: a single one may have been killed by
-an operator or by its machine."""
+"""Engines that must die while running the same suspect alone to convict it: a single one could have
+been killed by an operator or a hardware fault."""
 
 MAX_TRIES = 3
 """Engines that may die for unknown reasons while the same suspect waits there to run alone."""
 
 
 class Probation:
-    """Which requests are suspects, and which of them runs alone now.
+    """Tracks suspects, and which of them is on trial.
 
     Args:
-        max_resumes: how many engines may die with a request before it is suspected.
-        patience: seconds after which a suspect that is neither cleared nor convicted is given up.
+        max_resumes: maximum engines that may die with a request before it becomes a suspect.
+        patience: seconds after which a suspect that is neither cleared nor convicted fails.
     """
 
     def __init__(self, max_resumes: int, patience: float) -> None:
         self.on_trial: RoutedRequest | None = None
-        """The suspect that runs alone, or will as soon as there is an engine."""
+        """The suspect that runs alone, or will once an engine is available."""
         self.suspects: dict[RoutedRequest, float] = {}
-        """When each became one, in the order of their turns."""
+        """Times at which requests became suspects, in trial order."""
         self._max_resumes = max_resumes
         self._patience = patience
         self._pausing_until_next_trial = False
 
     def is_suspect(self, request: RoutedRequest) -> bool:
-        """Whether too many engines died with a request for it to run beside others."""
+        """Return whether too many engines died with a request for it to share a step."""
         return len(request.suspicion.died_on) > self._max_resumes
 
     def may_run(self, request: RoutedRequest) -> bool:
-        """Whether a request may be sent to an engine: it is on trial, or cannot become a suspect.
+        """Return whether a request can be sent: it is on trial, or cannot become a suspect.
 
-        A request that becomes a suspect if an engine that it left has died waits until that is
+        A request that would become a suspect if an engine that it left has died waits until that is
         known.
         """
         suspicion = request.suspicion
@@ -75,9 +73,9 @@ class Probation:
         return possible <= self._max_resumes or request is self.on_trial
 
     def next(self) -> RoutedRequest | None:
-        """Begin the next trial if it is time for one, and return the suspect.
+        """Begin the next trial if one is due, and return the suspect.
 
-        Suspects that left an engine which may have died wait until that is known.
+        Suspects that left an engine that may have died wait until that is known.
         """
         if self.on_trial is not None or self._pausing_until_next_trial:
             return None
@@ -90,14 +88,14 @@ class Probation:
         return request
 
     def broke_off(self, request: RoutedRequest) -> None:
-        """A suspect has lost its engine: others are tried first unless it ran alone there."""
+        """End a suspect's trial, as its engine was lost; requeue it last unless it ran alone."""
         if not request.suspicion.deaths_alone:
             self.suspects[request] = self.suspects.pop(request)
         if self.on_trial is request:
             self.on_trial = None
 
     def watch(self, stats: EngineStats) -> None:
-        """An engine reports the request that it runs alone: a trial has begun, or ended well."""
+        """Update the trial from an engine's report of the request that it runs alone."""
         request = self.on_trial
         engine = (stats.rank, stats.incarnation)
         if request is None or request.engine != engine:
@@ -109,9 +107,9 @@ class Probation:
             request.suspicion.cleared()
 
     def convicted(self, request: RoutedRequest, in_flight: Iterable[RoutedRequest]) -> None:
-        """A request caused the deaths that others are suspected of, too.
+        """Clear other requests of the deaths that the convicted one caused.
 
-        No trial begins before the next tick: by then, other sequences of the same request are
+        No trial begins before the next tick, by which time other sequences of the same request are
         closed.
         """
         self.drop(request)
@@ -125,17 +123,17 @@ class Probation:
         request.message = msgspec.structs.replace(request.message, alone=0)
 
     def drop(self, request: RoutedRequest) -> None:
-        """The request has ended, or is no longer a suspect."""
+        """Remove a request that has ended or is no longer a suspect."""
         self.suspects.pop(request, None)
         if self.on_trial is request:
             self.on_trial = None
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Return the suspects that have waited too long."""
+        """Return the suspects whose time is up."""
         return [each for each, since in self.suspects.items() if now - since > self._patience]
 
     def tick(self) -> list[RoutedRequest]:
-        """Time has passed; return the waiting requests that are no longer suspects."""
+        """Handle a tick; return the waiting requests that are no longer suspects."""
         self._pausing_until_next_trial = False
         waiting = [each for each in self.suspects if each is not self.on_trial]
         acquitted = [each for each in waiting if not self.is_suspect(each)]
@@ -145,15 +143,15 @@ class Probation:
 
 
 class Failover:
-    """Keeps every request on an engine, or waiting for one, until it ends.
+    """Keeps every unfinished request assigned to an engine, or waiting for one.
 
     Args:
-        members: the engines that there are.
-        loads: what has been sent to them.
-        delivery: the requests in flight.
-        max_resumes: how many engines may die with a request before it is suspected.
+        members: engines of the cluster.
+        loads: load per engine.
+        delivery: requests in flight.
+        max_resumes: maximum engines that may die with a request before it becomes a suspect.
         resume_timeout: seconds that a request waits for an engine.
-        halted_timeout: seconds that it waits while operators have all engines halted.
+        halted_timeout: seconds that it waits while all engines are halted by operators.
     """
 
     def __init__(
@@ -166,7 +164,7 @@ class Failover:
         halted_timeout: float,
     ) -> None:
         self.waiting: dict[RoutedRequest, float] = {}
-        """Requests that are on no engine, and since when."""
+        """Unassigned requests, with the time since which they wait."""
         self.probation = Probation(max_resumes, PROBATION_PATIENCE * resume_timeout)
         self._members = members
         self._loads = loads
@@ -177,7 +175,7 @@ class Failover:
     # -- requests and their engines --------------------------------------------------------------
 
     def place(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Send a request to an engine; it waits if none can take it, or if none should yet."""
+        """Send a request to an engine; queue it if none is available or it must wait."""
         since = self.waiting.pop(request, None)
         if self.probation.may_run(request) and (actions := self._delivery.send(request, now)):
             request.waited_since = since
@@ -186,22 +184,22 @@ class Failover:
         return []
 
     def place_again(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Resend a request; later outputs of its earlier engine do not count."""
+        """Resend a request; later outputs of its previous engine are ignored."""
         self._delivery.renumber(request, now)
         return self.place(request, now)
 
     def not_sent(self, request: RoutedRequest, now: float) -> None:
-        """The engine that a request was sent to could not be reached: it waits as before."""
+        """Requeue a request whose engine was unreachable, keeping its waiting time."""
         since = request.waited_since
         self.waiting[request] = now if since is None else since
 
     def forget(self, request: RoutedRequest) -> None:
-        """A request has ended."""
+        """Drop a request that has ended."""
         self.waiting.pop(request, None)
         self.probation.drop(request)
 
     def place_waiting(self, now: float) -> list[Action]:
-        """Engines have come or resumed: place the requests that wait for one."""
+        """Place waiting requests after engines have joined or resumed."""
         actions: list[Action] = []
         ready = self._members.ready
         for request in list(self.waiting):
@@ -210,7 +208,7 @@ class Failover:
         return actions
 
     def hand_over(self, now: float) -> list[Action]:
-        """Send the requests of halted engines to others if the operators want that."""
+        """Move requests of halted engines to other engines if operators requested that."""
         actions: list[Action] = []
         if not self._members.ready:
             return []
@@ -228,7 +226,7 @@ class Failover:
         return actions
 
     def send_again(self, engine: Engine, now: float) -> list[Action]:
-        """Resend the requests of a living engine, because messages to or from it were lost."""
+        """Resend the requests of a live engine after messages to or from it were lost."""
         again = self._delivery.running_on(engine)
         route = self._members.find(*engine)
         if route is not None:
@@ -243,21 +241,21 @@ class Failover:
         return actions
 
     def _move(self, request: RoutedRequest, now: float) -> list[Action]:
-        """A request has lost its engine: it goes to another, or waits for its turn to run alone."""
+        """Move a request that lost its engine, or queue it as a suspect."""
         request.engine = None
         actions = self._look_at(request, now)
         if actions is not None:
             return actions
         return [Count("requests_resumed"), *self.place_again(request, now)]
 
-    # -- engines that go -------------------------------------------------------------------------
+    # -- lost engines ----------------------------------------------------------------------------
 
     def out_of_reach(self, lost: EngineLost, now: float) -> list[Action]:
-        """Move the requests of an engine that is out of reach and may have died.
+        """Move the requests of an engine that is unreachable and may have died.
 
-        Whether it died, perhaps because of one of these requests, only its return or its end will
-        show. After a broken connection that is known soon; after silence it may take too long to
-        wait.
+        Only its return or its end will show whether it died, perhaps because of one of these
+        requests. After a broken connection that is known soon; after silence it can take too long
+        to wait.
         """
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
@@ -275,7 +273,7 @@ class Failover:
         return actions
 
     def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
-        """An engine process has ended: move its requests, and examine those that had left it."""
+        """Handle the end of an engine process: move its requests, and update those that left it."""
         engine = lost.engine
         stranded = self._delivery.running_on(engine)
         if stranded:
@@ -305,7 +303,7 @@ class Failover:
         return actions
 
     def replaced(self, incarnations: Mapping[int, int], now: float) -> list[Action]:
-        """Engines that fell silent have died if other processes replaced them."""
+        """Count silent engines as dead if other processes have replaced them."""
         actions: list[Action] = []
         for request in list(self._delivery.in_flight.values()):
             if request.suspicion.silent_on:
@@ -314,14 +312,14 @@ class Failover:
         return actions
 
     def heard(self, engine: Engine) -> None:
-        """An engine is alive: it was only out of reach."""
+        """Clear suspicions over an engine that is alive and was only unreachable."""
         for request in self._delivery.in_flight.values():
             request.suspicion.heard(engine)
 
     # -- suspects --------------------------------------------------------------------------------
 
     def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
-        """Decide whether a request is a suspect; None: it may go on as before."""
+        """Check whether a request is a suspect; return None if it can continue normally."""
         probation = self.probation
         if request not in probation.suspects:
             if not probation.is_suspect(request):
@@ -341,12 +339,12 @@ class Failover:
         return []
 
     def _take_off(self, request: RoutedRequest, now: float) -> None:
-        """Take a request off its engine; it waits only for its turn to run alone."""
+        """Unassign a request, which then only waits for its trial."""
         self._delivery.renumber(request, now)
         self.waiting.pop(request, None)
 
     def begin_trial(self, now: float) -> list[Action]:
-        """Send the next suspect to an engine, to run alone, if it is time for one."""
+        """Send the next suspect to an engine, to run alone, if a trial is due."""
         request = self.probation.next()
         return [] if request is None else self.place_again(request, now)
 
@@ -355,10 +353,10 @@ class Failover:
         logger.error("request %s: %s", name, why, extra={"request_id": name})
         return self._end(request, KillsEngines(why))
 
-    # -- requests that cannot go on --------------------------------------------------------------
+    # -- timeouts --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: end requests that have waited too long, and let acquitted ones run."""
+        """Fail requests that have waited too long, and place acquitted ones."""
         actions: list[Action] = []
         only_halted = self._members.has_engines and not self._members.ready
         for request, since in list(self.waiting.items()):
@@ -373,7 +371,7 @@ class Failover:
                 else:
                     why = (
                         f"engine {request.pinned_rank}, the only one that may run the request, has "
-                        f"gone and was not back within {self._resume_timeout:g} s"
+                        f"gone and did not return within {self._resume_timeout:g} s"
                     )
                 logger.error("request %s: %s", name, why, extra={"request_id": name})
                 actions += self._end(request, NoEngineAvailable(why))

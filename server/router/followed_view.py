@@ -1,24 +1,24 @@
-"""The cluster's view, put together from the coordinator's messages: a state machine without I/O."""
+"""Reassembles the cluster view from the coordinator's messages: a state machine without I/O."""
 
 from msgspec.structs import replace
 
 from engine.shared.messages import ClusterView, EngineStats, LoadChange, ViewChange
 
 ASK_INTERVAL = 1.0
-"""Seconds between two questions for a whole view."""
+"""Minimum seconds between requests for a full view."""
 
 
 class FollowedView:
-    """The newest view of one coordinator, kept whole."""
+    """The newest complete view of one coordinator."""
 
     def __init__(self, now: float) -> None:
-        """A whole view was asked for at `now` (seconds, monotonic)."""
+        """Begin at `now` (seconds, monotonic), when a full view was requested."""
         self.view: ClusterView | None = None
         self._missed = False
         self._asked_at = now
 
     def take(self, message: ClusterView | ViewChange) -> ClusterView | None:
-        """Take a message; return the view that it makes, None if it makes none."""
+        """Apply a message; return the new view, or None if it yields none."""
         if isinstance(message, ClusterView):
             self.view, self._missed = message, False
             return message
@@ -27,7 +27,7 @@ class FollowedView:
             self._missed = True
             return None
         if message.after < known.version:
-            return None  # it is known already
+            return None  # already known
         engines = {each.rank: each for each in known.engines}
         for load in message.loads:
             entry = engines.get(load.rank)
@@ -50,7 +50,7 @@ class FollowedView:
         return self.view
 
     def asks(self, now: float) -> bool:
-        """Whether to ask for a whole view at `now`, because something was missed."""
+        """Return whether to request a full view at `now`, because a message was missed."""
         if not self._missed or now - self._asked_at < ASK_INTERVAL:
             return False
         self._asked_at = now

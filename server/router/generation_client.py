@@ -1,4 +1,4 @@
-"""What the HTTP layer needs of the client that reaches the engines; tests give it a fake."""
+"""Interface between the HTTP layer and the client of the engines; tests use a fake."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from server.router.token_stream import RequestStream, Unread
 
 
 class NoEngineAvailable(Exception):
-    """No engine can serve now; the client may try again later (HTTP 503)."""
+    """No engine can serve now; the client can retry later (HTTP 503)."""
 
 
 class NoSuchEngine(NoEngineAvailable):
@@ -25,18 +25,18 @@ class NoSuchEngine(NoEngineAvailable):
 
 
 class KillsEngines(Exception):
-    """The request killed the engines that ran it, or may have: it must not be sent again."""
+    """The request killed, or may have killed, the engines that ran it; it must not be retried."""
 
 
 class KvOffer(NamedTuple):
-    """An engine that offers KV blocks of prompts to others."""
+    """An engine that offers KV blocks of prompts to other engines."""
 
     source: KvSource
     block_size: int
 
 
 class GenerationClient(Protocol):
-    """Submits requests to the least-loaded engine and knows the state of the cluster."""
+    """Submits requests to the least-loaded engine, and exposes the cluster's state."""
 
     @property
     def ready(self) -> bool:
@@ -45,21 +45,21 @@ class GenerationClient(Protocol):
 
     @property
     def reaches_engines(self) -> bool:
-        """Whether a request need not wait for engines (`wait_for_engines`)."""
+        """Whether requests need not call `wait_for_engines`."""
         ...
 
     async def wait_for_engines(self) -> None:
-        """Wait until the engines that serve are known, which takes a moment in a new process.
+        """Wait until the serving engines are known, which takes a moment in a new process.
 
-        Where engines come when they are needed, wait for the first one.
+        With engines that start on demand, wait for the first one.
 
         Raises:
-            NoEngineAvailable: none came in time.
+            NoEngineAvailable: no engine became available in time.
         """
         ...
 
     def check_takes_requests(self) -> None:
-        """Return if requests are taken; they wait while all engines are halted.
+        """Return if requests are accepted; they wait while all engines are halted.
 
         Raises:
             NoEngineAvailable: there is no engine, or this server is shutting down.
@@ -68,21 +68,26 @@ class GenerationClient(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens that the engines take (smallest over engines).
+        """Maximum sequence length in tokens: the smallest over all engines.
 
         Raises:
-            NoEngineAvailable: no engine is there.
+            NoEngineAvailable: there is no engine.
         """
         ...
 
     @property
     def serves_images(self) -> bool:
-        """Whether an engine that is there takes images."""
+        """Whether any connected engine accepts images."""
+        ...
+
+    @property
+    def wants_whole_images(self) -> bool:
+        """Whether engines resize images themselves (`EngineSetup.whole_images`)."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """Sequences that the engines can run at once; more than that wait."""
+        """Sequences that the engines can run at once; further ones wait."""
         ...
 
     @property
@@ -92,34 +97,34 @@ class GenerationClient(Protocol):
 
     @property
     def view_age(self) -> float | None:
-        """Seconds since the coordinator's newest view came; None before the first."""
+        """Seconds since the newest view arrived; None before the first."""
         ...
 
     def weight_version(self, rank: int) -> str:
-        """What the weights of an engine are called; "" for those of its settings."""
+        """Return the version name of an engine's weights; "" for the configured weights."""
         ...
 
     @property
     def kv_offers(self) -> Mapping[int, KvOffer]:
-        """The engines that offer KV blocks of prompts to others, by rank."""
+        """Engines that offer KV blocks of prompts to others, by rank."""
         ...
 
     @property
     def stats_age(self) -> dict[int, float]:
-        """Seconds since the newest stats of each engine were received, by rank."""
+        """Seconds since the newest stats of each engine arrived, by rank."""
         ...
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters that requests may name."""
+        """Adapters that requests can name."""
         ...
 
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
     ) -> AdapterOutcome:
-        """Load an adapter in all engines, or without a path unload it; return how that ended.
+        """Load an adapter in all engines, or unload it if there is no path; return the outcome.
 
-        `in_place` allows another one of the same name to be replaced.
+        `in_place` allows replacing another adapter of the same name.
         """
         ...
 
@@ -130,9 +135,9 @@ class GenerationClient(Protocol):
         arguments: dict[str, UtilityValue],
         within: float = 120.0,
     ) -> list[UtilityResult]:
-        """Call a utility of one engine, or of all with rank None; return what they answered.
+        """Call a utility of one engine, or of all with rank None; return their results.
 
-        An engine that dies meanwhile, or takes more than `within` seconds, answers an error.
+        An engine that dies meanwhile, or takes more than `within` seconds, yields an error result.
 
         Raises:
             NoEngineAvailable: there is no such engine now.
@@ -140,12 +145,12 @@ class GenerationClient(Protocol):
         ...
 
     async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
-        """Have all engines do something, those that are still to come included.
+        """Execute an order on all engines, including ones that join later.
 
-        Returns what each says of itself when it has done it (the utility `info`).
+        Returns each engine's `info` utility result after it has executed the order.
 
         Raises:
-            NoEngineAvailable: not all had done it within `within` seconds; the order stands.
+            NoEngineAvailable: not all engines finished within `within` seconds; the order stands.
         """
         ...
 
@@ -155,14 +160,14 @@ class GenerationClient(Protocol):
         pinned_rank: int | None = None,
         unread: Unread | None = None,
     ) -> RequestStream:
-        """Route one sequence to an engine, the pinned one if there is one; return its stream.
+        """Route one sequence to an engine, the pinned one if given; return its stream.
 
         Sequences that share `unread` are read together.
 
         The router sets the message's `id`, `front_end` and `wave`.
 
         Raises:
-            NoEngineAvailable: there is no engine (or the pinned one is not there).
-            NoSuchEngine: there is no engine of the pinned rank.
+            NoEngineAvailable: there is no engine, or the pinned one is not available.
+            NoSuchEngine: there is no engine with the pinned rank.
         """
         ...

@@ -1,4 +1,4 @@
-"""A front end's line to the coordinator: membership, cluster views in, wake-up notices out."""
+"""A front end's link to the coordinator: membership, views received, and notices sent."""
 
 import asyncio
 import logging
@@ -35,11 +35,11 @@ _SUBSCRIBE_ALL = b"\x01"
 
 
 class JoinRefused(Exception):
-    """The coordinator will not have this front end; the message says why."""
+    """The coordinator rejected this front end; the message states the reason."""
 
 
 class ClusterLink:
-    """Owns the registration and the subscription socket on an event loop."""
+    """Owns the registration and subscription sockets, on an event loop."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class ClusterLink:
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[int] = self._loop.create_future()
         self.replaced: asyncio.Future[str] = self._loop.create_future()
-        """Done, with the reason, once another front end has this number: this one must end."""
+        """Done, with the reason, once another front end has this number: this process must exit."""
 
     async def join(self) -> int:
-        """Register and return this front end's number.
+        """Register, and return this front end's number.
 
         Raises:
             JoinRefused: the coordinator refused, or did not answer in time.
@@ -89,7 +89,7 @@ class ClusterLink:
             ) from None
 
     def subscribe(self, on_view: Callable[[ClusterView], None]) -> None:
-        """Call `on_view` with the present cluster view at once and with every later one."""
+        """Call `on_view` with the current cluster view immediately, and with every later one."""
         self._on_view = on_view
         self._connect_views()
 
@@ -113,17 +113,17 @@ class ClusterLink:
             self._views.send(_SUBSCRIBE_ALL)
 
     def know(self, sheet: AdapterSheet | None, order: FleetOrder | None) -> None:
-        """Note the newest sheet of adapters and order, for a coordinator that starts again."""
+        """Record the newest adapter sheet and fleet order, for a restarted coordinator."""
         self._membership.adapters = sheet
         self._membership.fleet = order
 
     def ready(self) -> None:
-        """Tell the coordinator that this front end serves."""
+        """Notify the coordinator that this front end serves."""
         self._membership.ready(None)
         self._send_due()
 
     def notify(self, notice: FrontEndNotice) -> None:
-        """Send a notice up the subscription socket."""
+        """Send a notice to the coordinator on the subscription socket."""
         if self._views is not None:
             self._views.send(encode(replace(notice, group=self._membership.group)))
 
@@ -145,7 +145,7 @@ class ClusterLink:
             if not self._welcomed.done():
                 self._welcomed.set_exception(JoinRefused(event.reason))
             elif not event.replaced:
-                # Engines of another model have come: keep asking until those of this one are back.
+                # Engines of another model have joined: retry until those of this one are back.
                 if event.reason != self._refusal:
                     text = "the coordinator refused this front end, which keeps retrying: %s"
                     logger.error(text, event.reason)
@@ -170,7 +170,7 @@ class ClusterLink:
             self._welcomed.set_result(event.welcome.index)
 
     def close(self) -> None:
-        """Say goodbye and close both sockets."""
+        """Send a goodbye and close both sockets."""
         if self._timer is not None:
             self._timer.cancel()
         if self._handshakes is not None:

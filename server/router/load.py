@@ -1,10 +1,10 @@
-"""How loaded each engine is, as one front end sees it: a state machine without I/O.
+"""One front end's view of the load per engine: a state machine without I/O.
 
-The coordinator's snapshots and the stats that engines put on their own outputs are merged by
-their stamps. What this front end and its neighbours have sent and an engine has not yet received
-is added exactly once:
+Snapshots of the coordinator and the stats in engines' outputs are merged by version. Requests that
+this front end and its neighbours have sent but an engine has not yet received are added exactly
+once:
 
-    load(engine) = what its newest stats show + (sent - received as of these stats)
+    load(engine) = load in its newest stats + (sent - received as of these stats)
 """
 
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ from server.router.routing import EngineLoad
 
 
 class Loads:
-    """Counts what goes to engines and comes back, and notices what does not arrive.
+    """Counts messages to and from engines, and detects lost ones.
 
     Args:
-        front_end: this front end's number.
-        incarnation: this front end's process.
-        grace: seconds after which what has not arrived is lost.
-        table: what neighbours have sent; None without neighbours.
+        front_end: number of this front end.
+        incarnation: id of this front-end process.
+        grace: seconds after which missing messages are considered lost.
+        table: requests sent by neighbours; None without neighbours.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Loads:
     # -- events ----------------------------------------------------------------------------------
 
     def observe(self, route: Route, stats: EngineStats, now: float) -> bool:
-        """Take stats from wherever they come; older ones than those known are ignored.
+        """Record stats from any source; older ones are ignored.
 
         Returns:
-            Whether messages to or from the engine were lost: they had been missing for a grace
-            when newer stats came, and are missing still.
+            Whether messages to or from the engine were lost: they were missing for longer than the
+            grace period and still are.
         """
         if route.stats is not None and stats.version <= route.stats.version:
             return False
@@ -54,7 +54,7 @@ class Loads:
         requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
         sent = route.sent
         if seen is not None and requests > sent.requests:
-            # What was thought lost has arrived after all.
+            # Messages considered lost have arrived after all.
             sent = route.sent = sent._replace(requests=requests, prompt_tokens=seen.prompt_tokens)
         behind = route.behind
         if behind is not None and requests >= behind.requests and route.outputs >= behind.outputs:
@@ -68,34 +68,33 @@ class Loads:
         return True
 
     def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
-        """A message with outputs arrived, with these stats.
+        """Count a message with outputs and these stats.
 
         Returns:
-            0 if it is the next one, a positive number if messages before it were lost, and a
-            negative one if it is known already. Messages of engines that are not listed (yet, or
-            any more) are always the next.
+            0 if it is the next one, a positive number if earlier messages were lost, and a negative
+            one if it is a duplicate. Messages of unlisted engines always count as the next.
         """
         if route is None:
             return 0
         seen = received_from(stats, self._front_end, self._incarnation)
         if seen is None or seen.outputs == 0:
-            return 0  # an engine that does not count them
+            return 0  # the engine does not count them
         order = seen.outputs - route.outputs - 1
         route.outputs = max(route.outputs, seen.outputs)
         return order
 
     def sent(self, route: Route, prompt_tokens: int) -> None:
-        """Count a request that is sent to an engine."""
+        """Count a request sent to an engine."""
         before = route.sent
         self._sent_so_far(route, before.requests + 1, before.prompt_tokens + prompt_tokens)
 
     def not_sent(self, route: Route, prompt_tokens: int) -> None:
-        """A request that was counted could not be sent."""
+        """Undo the count of a request that could not be sent."""
         before = route.sent
         self._sent_so_far(route, before.requests - 1, before.prompt_tokens - prompt_tokens)
 
     def forget_unreceived(self, route: Route) -> None:
-        """What an engine has not received by now is taken for lost."""
+        """Treat everything that an engine has not received by now as lost."""
         seen = received_from(route.stats, self._front_end, self._incarnation)
         route.behind = None
         if seen is not None:
@@ -109,11 +108,11 @@ class Loads:
         if self._table is not None:
             self._table.publish(route.entry.rank, route.sent)
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def num_front_ends(self) -> int:
-        """How many front ends' sends are counted, this one's included."""
+        """Number of front ends whose sends are counted, including this one."""
         return 1 if self._table is None else self._table.num_front_ends
 
     def of(self, routes: Iterable[Route]) -> list[EngineLoad]:
@@ -121,7 +120,7 @@ class Loads:
         table = self._table
         loads = []
         for route in routes:
-            if table is not None:  # what others have sent changes without notice
+            if table is not None:  # other front ends' sends change without notice
                 cells = table.cells(route.entry.rank)
                 if cells != route.cells:
                     route.cells, route.load = cells, None

@@ -1,11 +1,11 @@
-"""What the front ends of one node have sent to each engine, in shared memory.
+"""Shared-memory table of the requests that the front ends of a node have sent to each engine.
 
-One cell of a cache line per front end and engine; a front end writes only its own row and reads
-all others. Together with what an engine says it has received from whom, every front end knows
-the requests that are on their way to an engine, its peers' included, at the moment it chooses.
+One cell, a cache line, per front end and engine; a front end writes only its own row and reads all
+others. Combined with the counts that an engine reports as received, every front end knows the
+requests in transit to an engine, including its peers', at the moment it chooses.
 
-Each count is one aligned 8-byte store, so readers need no lock: they see the old or the new value
-of each.
+Each count is one aligned 8-byte store, so readers need no lock: they see either the old or the new
+value of each count.
 """
 
 import mmap
@@ -23,7 +23,7 @@ _CELL = _CELL_WORDS * _WORD
 
 
 class Sent(NamedTuple):
-    """What one front-end process has sent to one engine process so far."""
+    """Totals sent by one front-end process to one engine process."""
 
     front_end_incarnation: int
     engine_incarnation: int
@@ -36,7 +36,7 @@ _EMPTY = bytes(_WRITTEN.size)
 
 
 def create_load_table(path: Path, num_front_ends: int) -> None:
-    """Make an empty table for front ends 0 to `num_front_ends` - 1 (sparse on disk)."""
+    """Create an empty table for front ends 0 to `num_front_ends` - 1 (sparse on disk)."""
     with path.open("wb") as file:
         os.truncate(file.fileno(), num_front_ends * MAX_ENGINES * _CELL)
 
@@ -61,7 +61,7 @@ class LoadTable:
                 self._words[at + offset] = value
 
     def cells(self, rank: int) -> list[bytes]:
-        """Return the cells of all other front ends for an engine, to compare and for `peers`."""
+        """Return all other front ends' raw cells for an engine, for comparison and `peers`."""
         if rank >= MAX_ENGINES:
             return []
         memory, at = self._map, rank * _CELL
@@ -69,7 +69,7 @@ class LoadTable:
         return [memory[row + at : row + end] for row in self._rows]
 
     def peers(self, cells: list[bytes]) -> list[tuple[int, Sent]]:
-        """Return what each other front end has sent to an engine, where it has sent anything."""
+        """Return the totals of each other front end with a non-empty cell."""
         return [
             (peer, Sent(*_WRITTEN.unpack(cell)))
             for peer, cell in zip(self._peers, cells, strict=False)
@@ -86,14 +86,14 @@ class LoadTable:
 
 
 def received_from(stats: EngineStats | None, position: int, incarnation: int) -> Received | None:
-    """Return what an engine had received from a front-end process, if it had heard of it.
+    """Return what an engine has received from a front-end process; None if nothing.
 
-    Incarnations name processes; `position` is where the engine lists this one most likely.
+    Incarnations identify processes; `position` is the most likely index in the engine's list.
     """
     if stats is None:
         return None
     entries = stats.received
-    # This is asked for every engine and request.
+    # This runs for every engine and request.
     if position < len(entries) and entries[position].front_end_incarnation == incarnation:
         return entries[position]
     for entry in entries:

@@ -1,7 +1,7 @@
-"""Which engine processes exist: as listed by the coordinator, and as heard by this front end.
+"""Engine processes, as listed by the coordinator and as heard by this front end.
 
-A state machine without I/O. It returns which engines have gone or are out of reach;
-`server.router.failover` decides what that means for requests.
+A state machine without I/O. It reports engines that have left or are unreachable;
+`server.router.failover` decides the consequences for requests.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from server.router.route import Engine, HeardHello, Route
 
 @dataclass(frozen=True)
 class EngineLost:
-    """An engine process has gone, with everything that it was computing, or is out of reach."""
+    """An engine process has ended, losing everything that it was computing, or is unreachable."""
 
     rank: int
     incarnation: int
     was_silent: bool = False
-    """It had been silent for long: it may come back, and no crash was seen."""
+    """It was silent before; it may come back, and no crash was seen."""
     alone: int = 0
-    """Id of the request that it ran alone, and that alone can have caused its end; 0: none."""
+    """Id of the request that it ran alone, the only possible culprit; 0 if none."""
 
     @property
     def engine(self) -> Engine:
@@ -32,23 +32,23 @@ class EngineLost:
 
 
 class Members:
-    """The routes to all engines, and how they change.
+    """Routes to all engines, and their changes.
 
     Args:
-        incarnation: this front end's process.
-        grace: seconds of silence after which an engine is out of reach, or gone if a restarted
+        incarnation: id of this front-end process.
+        grace: seconds of silence after which an engine is unreachable, or gone if a restarted
             coordinator does not list it either.
-        scope: which engines this front end may use.
-        num_ranks: engines of ranks below this are expected, whether or not they are there.
+        scope: engines that this front end may use.
+        num_ranks: ranks below this are expected to exist, even if not connected.
     """
 
     def __init__(
         self, incarnation: int, grace: float, scope: Scope = EVERYTHING, num_ranks: int = 0
     ) -> None:
         self.routes: dict[int, Route] = {}
-        """To each engine in scope, by rank, the lowest first."""
+        """Routes to the engines in scope, by rank, in ascending order."""
         self.view: ClusterView | None = None
-        """The newest snapshot, with the engines in scope."""
+        """The newest snapshot, restricted to engines in scope."""
         self._view_at = 0.0
         self.has_prefill_engines = False
         """Whether any known engine computes prompts for others."""
@@ -65,12 +65,12 @@ class Members:
     # -- events ----------------------------------------------------------------------------------
 
     def is_news(self, view: ClusterView) -> bool:
-        """Whether a snapshot is newer than the one that is known."""
+        """Return whether a snapshot is newer than the known one."""
         known = self.view
         return known is None or view.epoch != known.epoch or view.version > known.version
 
     def take_view(self, view: ClusterView, now: float) -> list[EngineLost]:
-        """Take a newer snapshot of the coordinator; return the engines that have gone."""
+        """Apply a newer snapshot of the coordinator; return the engines that left."""
         self._look(now)
         ranks = [1 + entry.rank for entry in view.engines]
         self.num_ranks = max(self.num_ranks, *ranks, 0)
@@ -89,7 +89,7 @@ class Members:
         for entry in view.engines:
             if (route := self.find(entry.rank, entry.incarnation)) is not None:
                 route.entry = entry
-        # A coordinator that has begun anew lists fewer than there are.
+        # A restarted coordinator may list only some of the engines.
         setups = (route.entry.setup for route in self.routes.values())
         self.has_prefill_engines = any(
             setup is not None and setup.kv_role == "prefill" for setup in setups
@@ -97,10 +97,10 @@ class Members:
         return lost
 
     def _as_known(self, entry: EngineEntry) -> EngineEntry:
-        """Return an engine's entry, as it was before if the coordinator has just restarted.
+        """Return an engine's entry, or the previous one if the coordinator has just restarted.
 
-        An engine registers with a restarted coordinator in two messages, and is listed between
-        them as one that is not ready. One that was ready goes on until it drains, or ends.
+        An engine registers with a restarted coordinator in two messages, and between them it is
+        listed as not ready. An engine that was ready stays so until it drains or ends.
         """
         hello = self._hellos.get((entry.rank, entry.incarnation))
         if hello is not None and hello.drains:
@@ -113,7 +113,7 @@ class Members:
     def _route_to(self, entry: EngineEntry) -> Route:
         route = self._departed.pop(entry.rank, None)
         if route is not None and route.entry.incarnation == entry.incarnation:
-            # It was only silent: what was sent to it and its open route are still there.
+            # It was only silent: its counts and its open route are still valid.
             route.entry = entry
         else:
             for rank, incarnation in list(self._hellos):
@@ -141,9 +141,9 @@ class Members:
         return lost
 
     def unheard(self, now: float) -> list[EngineLost]:
-        """Return the engines that are alive for the coordinator but silent here.
+        """Return the engines that the coordinator considers alive but that are silent here.
 
-        They are out of reach until they say hello again. Must be called at least every second.
+        They are unreachable until their next hello. Must be called at least every second.
         """
         self._look(now)
         silent = [
@@ -158,8 +158,8 @@ class Members:
         ]
 
     def _look(self, now: float) -> None:
-        """Note that this process runs; if it was stalled, messages are still unread: excuse
-        engines."""
+        """Record that this process is running; after a stall, unread messages do not count as
+        silence."""
         held_up = self._looked_at is not None and now - self._looked_at > self._grace / 2
         self._looked_at = now
         for rank, route in self.routes.items() if held_up else ():
@@ -168,10 +168,10 @@ class Members:
             self._roster.lives(rank, now)
 
     def heard(self, sender: bytes, hello: RouteHello, now: float) -> bool:
-        """An engine's request route to this front end is open.
+        """Record an engine's hello: its request route to this front end is open.
 
-        Returns whether it is another connection of the same process than before: then that had
-        given this front end up for dead, and has dropped everything that it was sent.
+        Returns whether the same process has a new connection: it had considered this front end
+        dead, and has dropped all its requests.
         """
         engine = (hello.rank, hello.incarnation)
         known = self._hellos.get(engine)
@@ -187,7 +187,7 @@ class Members:
         return known is not None and known.session != hello.session
 
     def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
-        """Connections to or from an engine are broken until it says hello again."""
+        """Mark an engine as unreachable until its next hello."""
         route = self.find(rank, incarnation)
         if route is None or route.identity is None:
             return []
@@ -195,31 +195,31 @@ class Members:
         return [EngineLost(rank, incarnation, alone=route.alone)]
 
     def died(self, rank: int, incarnation: int) -> list[EngineLost]:
-        """An engine is known to be dead before the coordinator says so."""
+        """Remove an engine that is known to be dead before the coordinator reports it."""
         route = self.find(rank, incarnation)
         if route is None:
             return []
-        # Its entry stays in the roster until the coordinator removes or replaces it: it must not
-        # come back as a newcomer with the next snapshot.
+        # Its entry stays in the roster until the coordinator removes or replaces it, so that the
+        # next snapshot does not re-add it as new.
         del self.routes[rank]
         self._hellos.pop((rank, incarnation), None)
         return [EngineLost(rank, incarnation, alone=route.alone)]
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     def find(self, rank: int, incarnation: int) -> Route | None:
-        """Return the route to an engine process, if it is there."""
+        """Return the route to an engine process, or None."""
         route = self.routes.get(rank)
         return route if route is not None and route.entry.incarnation == incarnation else None
 
     def last_identity(self, engine: Engine) -> bytes | None:
-        """Return the socket identity that an engine's last hello came from, if any did."""
+        """Return the socket identity of an engine's last hello, or None."""
         hello = self._hellos.get(engine)
         return None if hello is None else hello.identity
 
     @property
     def num_usable(self) -> int:
-        """How many engines can run requests now."""
+        """Number of engines that can run requests now."""
         return sum(route.is_usable for route in self.routes.values())
 
     @property
@@ -229,12 +229,12 @@ class Members:
 
     @property
     def has_engines(self) -> bool:
-        """Whether there is at least one engine, even if halted: it will run requests."""
+        """Whether there is at least one engine, even if halted."""
         return any(route.is_open for route in self.routes.values())
 
     @property
     def reaches_engines(self) -> bool:
-        """Whether the coordinator has listed the engines, and all that serve can be reached."""
+        """Whether the coordinator has listed the engines, and all ready ones are reachable."""
         routes = self.routes.values()
         return self.view is not None and all(each.is_open for each in routes if each.entry.ready)
 
@@ -244,35 +244,41 @@ class Members:
 
     @property
     def paused(self) -> bool:
-        """Whether no engine is stepping, as far as is known here."""
+        """Whether no engine is stepping, as far as known."""
         if self.view is not None and self.view.running:
             return False
         return all(route.is_idle for route in self.routes.values())
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence that every engine takes; None without one."""
+        """Maximum sequence length that every engine supports; None without engines."""
         setups = [route.entry.setup for route in self.routes.values() if route.is_open]
         return min((setup.max_model_len for setup in setups if setup), default=None)
 
     @property
     def serves_images(self) -> bool:
-        """Whether an engine that is there takes images."""
+        """Whether any connected engine accepts images."""
         return any(route.is_open and route.takes_images for route in self.routes.values())
 
     @property
+    def wants_whole_images(self) -> bool:
+        """Whether an engine that is there resizes images itself."""
+        setups = [route.entry.setup for route in self.routes.values() if route.is_open]
+        return any(setup is not None and setup.whole_images for setup in setups)
+
+    @property
     def num_slots(self) -> int:
-        """Sequences that the engines can run at once, now or when they go on."""
+        """Sequences that the engines can run at once, now or after they resume."""
         usable = [route for route in self.routes.values() if route.is_usable]
         there = usable or [route for route in self.routes.values() if route.is_open]
         return sum(route.num_slots for route in there)
 
     def view_age(self, now: float) -> float | None:
-        """Seconds since the coordinator was last heard; None before the first time."""
+        """Return the seconds since the newest view arrived; None before the first."""
         return None if self.view is None else now - self._view_at
 
     def stats_age(self, now: float) -> dict[int, float]:
-        """Seconds since the newest stats of each engine arrived here."""
+        """Return the seconds since the newest stats of each engine arrived."""
         return {
             rank: now - route.stats_at
             for rank, route in self.routes.items()
@@ -280,7 +286,7 @@ class Members:
         }
 
     def unseen_front_ends(self, seen: int) -> int:
-        """How many front ends, besides the `seen` ones, route to the same engines."""
+        """Return how many front ends, besides the `seen` ones, route to the same engines."""
         if self.view is None or self._scope != EVERYTHING:
             return 0
         return max(0, self.view.num_front_ends - seen)

@@ -1,6 +1,6 @@
-"""A sequence that a front end has in flight: what it is, where it runs, how long, its suspicion.
+"""A sequence in flight in a front end: its message, engine, timings and suspicion.
 
-No clock: events come in with the time.
+No clock: times are passed in with events.
 """
 
 import enum
@@ -15,22 +15,22 @@ from server.router.route import Engine
 
 
 class EngineVisit(NamedTuple):
-    """One stay of a request in an engine; times in monotonic seconds of the front end."""
+    """One period of a request on an engine; times in monotonic seconds of the front end."""
 
     engine: int
     sent: float
     left: float
     timing: RequestTiming | None
-    """How long it queued and was computed there; None if the engine said nothing of it."""
+    """Queueing and compute times there; None if the engine reported none."""
 
 
 class EngineTimes:
-    """Adds up the parts of a request that moves from engine to engine.
+    """Accumulates the timings of a request that moves between engines.
 
-    An engine says with its first output how long the request queued there and was prefilled, and
-    with its last one how long it decoded. Of an engine that the request left before that, whatever
-    passed here since its first output counts as decoding; if it said nothing at all, as queuing.
-    To wait for another engine is to queue.
+    With the first output an engine reports how long the request queued and prefilled, and with the
+    last one how long it decoded. If the request left an engine before that, the time since its
+    first output here counts as decoding; without any output, all of it counts as queueing. Waiting
+    for another engine is queueing.
     """
 
     __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_preemptions", "_prefill",
@@ -38,7 +38,7 @@ class EngineTimes:
 
     def __init__(self) -> None:
         self.engine = -1
-        """Rank of the engine that runs the request, or ran it last; -1 before the first."""
+        """Rank of the current or last engine; -1 before the first."""
         self._queue = self._prefill = self._decode = 0.0
         self._preemptions = 0
         self._here: RequestTiming | None = None
@@ -47,18 +47,18 @@ class EngineTimes:
         self._first_at = 0.0
         self._since: float | None = None
         self._sent: float | None = None
-        """When it was sent to the engine that it is in; None: it is in none."""
+        """When it was sent to its current engine; None if unassigned."""
         self.visits: list[EngineVisit] = []
-        """Its stays in engines that are over, in their order."""
+        """Completed periods on engines, in order."""
 
     def sent(self, engine: int, now: float) -> None:
-        """The request goes to an engine."""
+        """Record that the request is sent to an engine."""
         self.left(now)
         self.engine = engine
         self._sent = now
 
     def said(self, timing: RequestTiming, now: float, *, last: bool) -> None:
-        """An output of the engine came with its times; `last` if the request ended with it."""
+        """Record the timing in an engine's output; `last` if it ended the request."""
         if self._here is None:
             self._first_at = now
         self._here = timing
@@ -66,7 +66,7 @@ class EngineTimes:
         self._ran = True
 
     def left(self, now: float) -> None:
-        """The engine was lost, or what it does from now on is not the request's any more."""
+        """Record that the request was unassigned from its engine."""
         here = self._here
         if here is not None and not self._ended_here:
             decode = now - self._first_at
@@ -85,7 +85,7 @@ class EngineTimes:
         self._since = now
 
     def ended(self, now: float) -> RequestTiming | None:
-        """Return the sums of a request that is over; None if no engine gave it a token."""
+        """Return the totals of a finished request; None if no engine produced a token."""
         self.left(now)
         if not self._ran:
             return None
@@ -97,27 +97,27 @@ _NONE: frozenset[Engine] = frozenset()
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
-    """The deaths of engines that one request may have caused."""
+    """Engine deaths that a request may have caused."""
 
     died_on: frozenset[Engine] = _NONE
-    """Engines that died with the request in flight, for an unknown reason."""
+    """Engines that died with the request in flight, for unknown reasons."""
     in_doubt: frozenset[Engine] = _NONE
     """Engines that it was moved away from and that may have died."""
     silent_on: frozenset[Engine] = _NONE
-    """Engines that fell silent with it in flight: they died if other processes replace them."""
+    """Engines that fell silent with it in flight; dead if other processes replace them."""
     alone_on: Engine | None = None
-    """The engine that said that it runs this request alone."""
+    """The engine that reported running this request alone."""
     tried_on: Engine | None = None
-    """The engine that it was last sent to, to run alone."""
+    """The engine that it was last sent to for a trial."""
     tries: int = 0
-    """Engines that died for an unknown reason while the request waited there to run alone."""
+    """Engines that died for unknown reasons while the request waited there to run alone."""
     deaths_alone: int = 0
-    """Engines that died while they ran it alone."""
+    """Engines that died while running it alone."""
     clearances: int = 0
-    """How often it has run alone without harm."""
+    """Number of trials passed."""
 
     def says(self) -> str:
-        """Return what the client is told when the request ends for it."""
+        """Return the client's error message if the request ends because of this."""
         deaths = len(self.died_on) + (self.alone_on is not None)
         if self.alone_on is not None:
             return (
@@ -126,22 +126,22 @@ class Suspicion:
             )
         return (
             f"the request was in flight on {deaths} engines that died and could not be run alone: "
-            "it is suspected to be the reason and should not be sent again"
+            "it is the suspected cause and should not be sent again"
         )
 
     def left(self, engine: Engine, *, was_silent: bool) -> None:
-        """The request leaves an engine that is out of reach."""
+        """Record that the request left an engine that is unreachable."""
         if was_silent:
             self.silent_on |= {engine}
         else:
             self.in_doubt |= {engine}
 
     def left_on(self, engine: Engine) -> bool:
-        """Whether it left that engine before it was known whether the engine had died."""
+        """Return whether it left that engine before the engine's fate was known."""
         return engine in self.in_doubt or engine in self.silent_on
 
     def heard(self, engine: Engine) -> None:
-        """An engine is alive: it was only out of reach."""
+        """Clear an engine that is alive: it was only unreachable."""
         if not (self.died_on or self.in_doubt or self.silent_on):
             return
         if self.left_on(engine) and self.alone_on == engine:
@@ -150,12 +150,12 @@ class Suspicion:
         self.died_on -= {engine}
 
     def excused(self, engine: Engine) -> None:
-        """This request did not cause what happened to an engine."""
+        """Clear the doubt about an engine whose end this request did not cause."""
         self.in_doubt -= {engine}
         self.silent_on -= {engine}
 
     def ended(self, engine: Engine, *, was_silent: bool) -> None:
-        """An engine has gone; one that had been silent may come back."""
+        """Record an engine that has ended; one that had been silent may come back."""
         self.excused(engine)
         if was_silent:
             self.silent_on |= {engine}
@@ -166,13 +166,13 @@ class Suspicion:
             self.tried_on = None
 
     def replaced(self, incarnations: Mapping[int, int]) -> None:
-        """Engines that fell silent have died if other processes replaced them."""
+        """Count silent engines as dead if other processes have replaced them."""
         for rank, incarnation in self.silent_on:
             if incarnations.get(rank, incarnation) != incarnation:
                 self.ended((rank, incarnation), was_silent=False)
 
     def cleared(self) -> None:
-        """It has run alone without harm: the engines died for other reasons."""
+        """Reset after a passed trial: the engines died for other reasons."""
         self.died_on = _NONE
         self.alone_on = self.tried_on = None
         self.tries = self.deaths_alone = 0
@@ -180,44 +180,44 @@ class Suspicion:
 
 
 class Prefill(enum.Enum):
-    """How far a request is with having its prompt computed elsewhere (`server.router.split`)."""
+    """Progress of a request whose prompt is computed separately (`server.router.split`)."""
 
     NONE = enum.auto()
-    """It is not, or it is on the engine that answers it."""
+    """Not split, or on the engine that answers it."""
     RUNS = enum.auto()
-    """Its engine does that, and nothing else."""
+    """Its engine only computes the prompt."""
     OVER = enum.auto()
-    """That engine has said that it is done: another one is to answer."""
+    """The prefill engine is done; another engine is to answer."""
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request that the front end owns until it ends, whichever engines run it.
+    """A request that the front end owns until it ends, regardless of which engines run it.
 
     Prompt, sampling parameters and all tokens so far stay here, so that another engine can continue
     if one dies.
     """
 
     message: AddRequest
-    """What was asked for; its id is the one under which the request was sent last."""
+    """The request message; its id is the one under which it was last sent."""
     pinned_rank: int | None = None
-    """The only engine that may run it; None: any may."""
+    """The only engine that may run it; None if any may."""
     engine: Engine | None = None
-    """The engine process that runs it; None: it waits for one."""
+    """Engine process that runs it; None if unassigned."""
     output_token_ids: list[int] = field(default_factory=list)
     """Tokens received so far, from all engines that ran it."""
     expected_cached: int | None = None
-    """Tokens that its engine is expected to have cached, until it says how many it had; None:
-    nothing is known of that."""
+    """Tokens expected to be cached on its engine, until the engine reports the actual number; None
+    if unknown."""
     prefill: Prefill = Prefill.NONE
     prefilled_by: Engine | None = None
-    """The engine that has computed its prompt, if it succeeded."""
+    """The engine that successfully computed its prompt."""
     cached_at_prefill: int | None = None
-    """Prompt tokens that it had cached, the first of them if there were several."""
+    """Cached prompt tokens at prefill; at the first one if there were several."""
     times: EngineTimes = field(default_factory=EngineTimes)
     suspicion: Suspicion = field(default_factory=Suspicion)
     waited_since: float | None = None
-    """When it began to wait for the engine that it was sent to last; None: it did not wait."""
+    """Start of the wait for the current engine; None if it did not wait."""
 
     @property
     def id(self) -> int:
@@ -225,12 +225,12 @@ class RoutedRequest:
 
     @property
     def rank(self) -> int:
-        """Rank of the engine that runs it; -1 without one."""
+        """Rank of the engine that runs it; -1 if unassigned."""
         return -1 if self.engine is None else self.engine[0]
 
     @property
     def shown_token_ids(self) -> list[int]:
-        """The prompt in which numbers of their own stand for images: their tokens are all alike."""
+        """The prompt with each image's first placeholder token replaced by a hash of the image."""
         message = self.message
         if not message.encoder_inputs:
             return message.prompt_token_ids
@@ -240,7 +240,7 @@ class RoutedRequest:
         return shown
 
     def to_send(self, wave: int) -> AddRequest:
-        """Return the request as an engine has to take it (over): with the tokens so far."""
+        """Return the message to send to an engine, including the tokens so far."""
         message = self.message
         if not self.output_token_ids:
             return message if message.wave == wave else msgspec.structs.replace(message, wave=wave)

@@ -1,4 +1,4 @@
-"""What a front end knows of one engine process, and what that says of it."""
+"""A front end's state of one engine process."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,29 +14,28 @@ Engine = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class Route:
-    """One engine process: what the coordinator says of it, how to reach it, and its traffic.
+    """One engine process: the coordinator's entry, its address, and its traffic.
 
-    `server.router.load` keeps what went there and came back, from `sent` on.
+    `server.router.load` maintains the fields from `sent` on.
     """
 
     entry: EngineEntry
     identity: bytes | None = None
-    """Its socket's, while it can be reached."""
+    """Its socket identity, while it is reachable."""
     heard_at: float = 0.0
-    """When its request route was last said to be open."""
+    """Time of its last hello."""
     sent: Sent
     stats: EngineStats | None = None
     stats_at: float = 0.0
     outputs: int = 0
-    """How many of its messages with outputs have arrived here."""
+    """Number of its output messages that have arrived."""
     behind: "Behind | None" = None
     load: EngineLoad | None = None
-    """Its load as of `stats`, `sent` and `cells`, if it was asked for since the first two changed.
-    """
+    """Load as of `stats`, `sent` and `cells`; None if not computed since the first two changed."""
     cells: list[bytes] = field(default_factory=list)
-    """What neighbours had sent to it then, as the shared table holds it."""
+    """The neighbours' cells in the shared table at that time."""
     images: ImageWindow | None = None
-    """The images that it has of this front end; None: none were sent yet."""
+    """Images that it holds of this front end; None before the first."""
 
     @property
     def engine(self) -> Engine:
@@ -44,22 +43,22 @@ class Route:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests, if only to keep them while it is halted."""
+        """Whether it accepts requests, even if it is halted and only queues them."""
         return self.identity is not None and self.entry.ready
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs what it is sent."""
+        """Whether it runs requests sent to it."""
         stats = self.stats
         return self.is_open and not (stats is not None and stats.halted)
 
     @property
     def takes_images(self) -> bool:
-        """Whether requests may show it images."""
+        """Whether it accepts requests with images."""
         return self.entry.setup is not None and self.entry.setup.images
 
     def without_held_images(self, message: AddRequest) -> AddRequest:
-        """Return what to send it of a request: without images that it has."""
+        """Return a request message for it, without the images that it already holds."""
         if not message.encoder_inputs or self.entry.setup is None:
             return message
         if self.images is None:
@@ -68,7 +67,7 @@ class Route:
 
     @property
     def kv_role(self) -> str:
-        """What it does of a request, as `EngineSetup` says; empty: all."""
+        """Its role in split requests (see `EngineSetup`); empty if it does everything."""
         return "" if self.entry.setup is None else self.entry.setup.kv_role
 
     @property
@@ -77,25 +76,25 @@ class Route:
         return self.entry.setup is not None and bool(self.entry.setup.kv_address)
 
     def can_serve(self, message: AddRequest) -> bool:
-        """Whether it is able to compute a request."""
+        """Return whether it supports a request's images and adapter."""
         seen = self.takes_images or not message.encoder_inputs
         return seen and (not message.adapter or message.adapter in self.entry.adapters)
 
     @property
     def hands_over(self) -> bool:
-        """Whether it is halted and others are to take its requests."""
+        """Whether it is halted and its requests are to move to other engines."""
         stats = self.stats
         return self.is_open and stats is not None and stats.hands_over
 
     @property
     def alone(self) -> int:
-        """Id of the request that it runs alone; 0 if there is none."""
+        """Id of the request that it runs alone; 0 if none."""
         stats = self.stats
         return 0 if stats is None else stats.alone
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do, as far as its stats are known."""
+        """Whether it has no requests, according to its stats."""
         stats = self.stats
         return stats is None or stats.running + stats.waiting == 0
 
@@ -107,22 +106,22 @@ class Route:
         if stats is None:
             return configured
         if stats.waiting and stats.kv_usage >= KV_PRESSURE_FROM:
-            return stats.running  # memory is what limits it now
+            return stats.running  # limited by memory now
         return max(configured, stats.running)
 
 
 class HeardHello(NamedTuple):
-    """Where an engine's request route ends, and which of its connections that is."""
+    """Socket identity and session of an engine's last hello."""
 
     identity: bytes
     session: int
     at: float
     drains: bool = False
-    """Whether it takes nothing new, whatever a coordinator that has just begun says of it."""
+    """Whether it accepts nothing new, regardless of a restarted coordinator's view."""
 
 
 class Behind(NamedTuple):
-    """What had not arrived, there or here, when that was first noticed."""
+    """Counts of messages missing when that was first noticed."""
 
     since: float
     requests: int

@@ -1,10 +1,9 @@
-"""A front end's side of the cluster: which engine runs each request, and what if one goes.
+"""A front end's router: chooses an engine for each request, and handles engine failures.
 
-`Router.handle(event, now)` is the only way in; it returns the actions that the shell in
-`server.router.engine_client` carries out, in order. It has no sockets and no clock. Each of its
-owners keeps one thing: `members` which engines there are, `loads` how loaded they are, `delivery`
-the requests in flight, `failover` what becomes of them when engines go, `calls` who waits for an
-engine's answer.
+`Router.handle(event, now)` is the only entry point; it returns the actions that
+`server.router.engine_client` performs, in order. It has no sockets and no clock. Its components:
+`members` tracks engines, `loads` their load, `delivery` the requests in flight, `failover` requests
+whose engines fail, and `calls` pending utility calls.
 """
 
 import logging
@@ -61,7 +60,7 @@ class _OpenCall:
 
 
 class UtilityCalls:
-    """Calls that are not over, by the ids that their callers gave them."""
+    """Pending utility calls, by call id."""
 
     def __init__(self, front_end: int) -> None:
         self._front_end = front_end
@@ -71,7 +70,7 @@ class UtilityCalls:
         return len(self._open)
 
     def begin(self, call: Call, routes: Iterable[Route]) -> list[Action]:
-        """Call one engine or all, if they are there."""
+        """Call one engine or all, if available."""
         called = [
             route for route in routes if route.is_open and call.rank in (None, route.entry.rank)
         ]
@@ -83,7 +82,7 @@ class UtilityCalls:
         return [Send(route.identity or b"", *route.engine, message) for route in called]
 
     def answered(self, result: UtilityResult) -> list[Action]:
-        """Take an answer; one that is not awaited is dropped."""
+        """Record an answer; unexpected ones are dropped."""
         call = self._open.get(result.call_id)
         if call is None or call.awaited.pop(result.rank, None) is None:
             return []
@@ -94,7 +93,7 @@ class UtilityCalls:
         return [CallResult(result.call_id, [call.results[rank] for rank in sorted(call.results)])]
 
     def engine_lost(self, engine: Engine) -> list[Action]:
-        """Answer for an engine process that has gone."""
+        """Record errors for calls to an engine process that has ended."""
         rank, incarnation = engine
         actions: list[Action] = []
         for call_id, call in list(self._open.items()):
@@ -104,11 +103,11 @@ class UtilityCalls:
         return actions
 
     def overdue(self, call_id: int, why: str) -> list[Action]:
-        """Answer for all engines that have not answered: the caller waits no longer."""
+        """Record errors for all missing answers: the caller has stopped waiting."""
         call = self._open.get(call_id)
         actions: list[Action] = []
         for rank in list(call.awaited) if call is not None else ():
-            error = f"engine {rank} did not answer {why}; it may do it yet"
+            error = f"engine {rank} did not answer {why}; it may still do so"
             actions += self.answered(UtilityResult(call_id, rank, error=error))
         return actions
 
@@ -117,7 +116,7 @@ logger = logging.getLogger(__name__)
 
 
 class Router:
-    """Sends each request to the least-loaded engine and keeps it until it ends."""
+    """Sends each request to the least-loaded engine, and tracks it until it ends."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Router:
         index: BlockIndex | None = None,
         split: Split | None = None,
     ) -> None:
-        """Know nothing yet; the classes of its parts say what the arguments are for."""
+        """Start without any engines; for the arguments see the component classes."""
         self.members = Members(incarnation, grace, scope, num_ranks)
         self.loads = Loads(front_end, incarnation, grace, table)
         self.delivery = Delivery(
@@ -153,12 +152,12 @@ class Router:
         )
         self.calls = UtilityCalls(front_end)
         self.index = index
-        """Which engine holds which KV blocks; None if the policy does not use it."""
+        """Index of engines' KV blocks; None if the policy does not use it."""
 
-    # -- the one way in --------------------------------------------------------------------------
+    # -- event handling --------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event at `now` (seconds, monotonic) and return what has to be done."""
+        """Handle one event at `now` (seconds, monotonic) and return the actions to perform."""
         match event:
             case StepOutputs():
                 actions = self._outputs(event, now)
@@ -185,12 +184,11 @@ class Router:
     def _engines_changed(
         self, event: EngineHello | ClusterView | EngineDead | SendsFailed | Tick, now: float
     ) -> list[Action]:
-        """Engines may have come, gone, fallen silent, or be halted or not.
+        """Handle events that can change which engines are present, reachable or halted.
 
-        Whatever it is, requests that wait are placed afterwards and halted engines hand over what
-        they hold. Stats on outputs say who is halted, too, but operators halt one engine after
-        the other: so that nothing is handed over to one whose turn comes next, only the other
-        events move requests for that.
+        Afterwards, waiting requests are placed, and halted engines hand over their requests. Stats
+        in outputs also report halted engines, but operators halt engines one after the other:
+        requests are moved only on these events, so that none move to an engine about to be halted.
         """
         match event:
             case EngineHello():
@@ -209,10 +207,10 @@ class Router:
     # -- requests --------------------------------------------------------------------------------
 
     def _submit(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Begin with a sequence, unless nothing can serve it now.
+        """Begin a sequence, unless nothing can serve it now.
 
-        Later sequences of a client's request are never refused: they wait for an engine as those
-        do that have lost theirs meanwhile.
+        Later sequences of a client's request are never refused: they wait for an engine like
+        requests that have lost theirs.
         """
         if not request.message.group and (error := self._why_not(request.pinned_rank)):
             return [Refuse(error)]
@@ -220,7 +218,7 @@ class Router:
         return self.failover.place(request, now)
 
     def _why_not(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
-        """Return why nothing can serve a new request, which may be pinned to an engine, now."""
+        """Return the error if nothing can serve a new, possibly pinned, request now."""
         members = self.members
         if pinned_rank is None:
             return None if members.has_engines else NoEngineAvailable("no engine can serve now")
@@ -264,10 +262,10 @@ class Router:
         questions = self.index.follow(self.members.routes.values(), now)
         return [Tell(to, question) for to, question in questions]
 
-    # -- engines that come and go ----------------------------------------------------------------
+    # -- engines ---------------------------------------------------------------------------------
 
     def _heard(self, event: EngineHello, now: float) -> list[Action]:
-        """An engine says that its request route is open; it repeats that as a sign of life."""
+        """Handle an engine's hello, which is repeated as a heartbeat."""
         sender, hello = event.sender, event.hello
         engine = (hello.rank, hello.incarnation)
         actions: list[Action] = []
@@ -307,7 +305,7 @@ class Router:
         return actions
 
     def _sends_failed(self, sends: list[Send], now: float) -> list[Action]:
-        """Engines could not be reached; unsent requests go to other engines."""
+        """Handle unreachable engines; unsent requests go to other engines."""
         actions: list[Action] = []
         for send in sends:
             engine = (send.rank, send.incarnation)

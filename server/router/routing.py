@@ -1,12 +1,12 @@
-"""Which engine a request goes to: pure policies behind one interface.
+"""Routing policies: pure functions of load behind one interface.
 
-Load is counted in work, not in heads only: every request that runs, waits or is on its way
-counts one, queued prefill tokens count in proportion, and requests that wait while the KV cache
-is nearly full count more, because they will wait longer.
+Load is weighted: every request that runs, waits or is in transit counts as one, queued prefill
+tokens count in proportion, and waiting requests count more while the KV cache is nearly full, since
+they will wait longer.
 
-Front ends of one node see each other's sends; those of other nodes only show in the next stats.
-If all of them chose the least loaded engine they would all choose the same one, so a front end with
-such neighbours compares only some engines, drawn at random: the fewer, the more neighbours.
+Front ends of one node see each other's sends; those of other nodes show only in later stats. If all
+of them chose the least loaded engine, they would all choose the same one, so a front end with such
+peers compares only a random sample of engines: the more peers, the smaller.
 """
 
 import logging
@@ -30,58 +30,58 @@ KV_PRESSURE_WEIGHT = 20.0
 """Weight of a waiting request at full KV usage is 1 + this * (1 - KV_PRESSURE_FROM)."""
 
 AFFINITY_BLOCK = 32
-"""Tokens per block of a prompt whose beginning is remembered."""
+"""Tokens per block of remembered prompt prefixes."""
 
 AFFINITY_BLOCKS = 64
-"""Blocks of a prompt that are looked at."""
+"""Maximum blocks considered per prompt."""
 
 HASHED_BLOCKS = 4
-"""Blocks that choose the engine of a prompt of which no beginning is remembered.
+"""Blocks hashed to choose an engine for a prompt without remembered prefix.
 
-More than what all prompts of a chat template have in common, fewer than shared instructions have.
+More than the part that all prompts of a chat template share, fewer than shared instructions.
 """
 
 AFFINITY_CAPACITY = 1 << 15
-"""Beginnings that are remembered."""
+"""Maximum prefixes remembered."""
 
 AFFINITY_BAND = 0.25
-"""Share by which the engine that holds a prefix may be busier than the least loaded."""
+"""Fraction by which the engine with a prefix can be busier than the least loaded one."""
 
 AFFINITY_SLACK = 2.0
-"""Requests by which it may be busier in any case."""
+"""Number of requests by which it can be busier in any case."""
 
 
 CACHED_WEIGHT = 2.0
-"""Queued tokens that weigh as much as a cached one of the request.
+"""Queued tokens that weigh as much as a cached token of the request.
 
-Once for what it saves now, and once for what computing it elsewhere would cost later: the copy
-takes the place of another prompt's blocks.
+One for the saving now, and one for the later cost of computing it elsewhere, where the copy
+displaces another prompt's blocks.
 """
 
 
 class EngineLoad(NamedTuple):
-    """One engine that can take requests, with what is known to be there or on its way."""
+    """Load of an engine that can take requests, including requests in transit."""
 
     rank: int
     requests: int
     """Running, waiting, and sent but not yet received."""
     waiting: int
     prefill_tokens: int
-    """Queued prompt tokens, and those of requests not yet received."""
+    """Queued prompt tokens, including requests not yet received."""
     kv_usage: float
     cached_tokens: int = 0
-    """Tokens of the request that it is known to have cached; 0 without an index of blocks."""
+    """Cached tokens of the request; 0 without a block index."""
 
 
 class Choice(NamedTuple):
-    """The chosen engine and why, for the routing metric."""
+    """The chosen engine, and the reason for the routing metric."""
 
     rank: int
     reason: str
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among engines; keeps no count of its own."""
+    """Chooses among engines, without tracking load itself."""
 
     def choose(
         self,
@@ -94,9 +94,10 @@ class RoutingPolicy(Protocol):
         """Return the engine for a request.
 
         Args:
-            loads: of the engines that can take it; not empty, sorted by rank.
-            unseen_front_ends: how many others route to the same engines without being seen to.
-            cache_root: prompts with different ones share nothing, however alike they begin.
+            loads: engines that can take it; not empty, sorted by rank.
+            unseen_front_ends: number of other front ends on the same engines whose sends are
+                invisible.
+            cache_root: prompts with different roots share no cache, even if they begin alike.
         """
         ...
 
@@ -109,7 +110,7 @@ def cost(load: EngineLoad) -> float:
 
 
 def with_cached(loads: Sequence[EngineLoad], cached: Mapping[int, int]) -> list[EngineLoad]:
-    """Return the loads with the tokens of a request that engines have cached, by rank."""
+    """Return the loads with `cached_tokens` set from `cached`, by rank."""
     return [
         each._replace(cached_tokens=cached[each.rank]) if each.rank in cached else each
         for each in loads
@@ -120,7 +121,7 @@ def with_adapter(choice: Choice, loads: Sequence[EngineLoad], resident: Collecti
     """Return the choice, or an engine that is no busier and has the adapter in a slot.
 
     Args:
-        resident: ranks of engines that have it there.
+        resident: ranks of engines that have it in a slot.
     """
     costs = {load.rank: cost(load) for load in loads}
     if choice.rank in resident:
@@ -130,7 +131,7 @@ def with_adapter(choice: Choice, loads: Sequence[EngineLoad], resident: Collecti
 
 
 class LeastLoaded:
-    """The engine with the least work, of those compared; ties go round among the tied only."""
+    """The compared engine with the least load; ties rotate among the tied engines."""
 
     def __init__(self, start: int = 0) -> None:
         self._turn = start
@@ -155,13 +156,13 @@ class LeastLoaded:
         return Choice(tied[self._turn % len(tied)], "tie")
 
     def some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
-        """Return the loads to compare while this many other front ends choose unseen."""
+        """Return a random sample of loads to compare with this many unseen front ends."""
         share = max(2, math.ceil(len(loads) / (1 + unseen)))
         return loads if share >= len(loads) else self._random.sample(loads, share)
 
 
 class PowerOfTwo:
-    """The less loaded of two engines drawn at random: little to compare where engines are many."""
+    """The less loaded of two random engines: cheap with many engines."""
 
     def __init__(self, start: int = 0) -> None:
         self._random = random.Random(start)
@@ -174,28 +175,28 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """One engine after the other, whatever their load."""
+    """Engines in turn, regardless of load."""
 
     def __init__(self, start: int = 0) -> None:
         self._last = start - 1
 
     def choose(self, loads: Sequence[EngineLoad], *_: object, **__: object) -> Choice:
-        # By rank and not by place, so that engines that come and go do not shift the others' turn.
+        # By rank instead of index, so that engines joining or leaving do not shift the order.
         after = [load.rank for load in loads if load.rank > self._last]
         self._last = after[0] if after else loads[0].rank
         return Choice(self._last, "round_robin")
 
 
 class PrefixAffinity:
-    """The engine that last got a prompt that begins alike, while it is not much busier than others.
+    """The engine last sent a prompt with the same prefix, unless it is much busier than others.
 
-    What an engine has cached is not known here; what it was sent last is a good guess. The
-    beginnings of prompts are remembered by hash, the least recently used ones are forgotten.
+    Engines' caches are not known here; the last engine is a good guess. Prefixes are remembered by
+    hash, with LRU eviction.
 
-    Front ends do not tell each other what they remember. They agree all the same: a beginning that
-    is new to one of them goes by consistent hashing with bounded loads (Mirrokni, Thorup and
-    Zadimoghaddam, 2018), to the first engine in an order of the beginning's own that is not much
-    busier than others. Engines that come and go leave the order of all others as it is.
+    Front ends do not share what they remember, but still agree: a new prefix is placed by
+    consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018), on the first
+    engine in the prefix's own order that is not much busier than others. Engines that join or leave
+    do not change the relative order of the others.
     """
 
     def __init__(self, start: int = 0, capacity: int = AFFINITY_CAPACITY) -> None:
@@ -238,14 +239,14 @@ class PrefixAffinity:
 
 
 class PrefixAware:
-    """The engine with the least work once it has the request, of which it has some cached.
+    """The engine with the least load after discounting its cached tokens of the request.
 
-    That is `cost`, in requests, less what the engine is known to have cached of the prompt: each
-    such token counts as `CACHED_WEIGHT` queued ones. No engine is chosen that is busier than
-    `PrefixAffinity` would let it be.
+    That is `cost`, in requests, minus the prompt tokens known to be cached: each counts as
+    `CACHED_WEIGHT` queued tokens. An engine busier than `PrefixAffinity` would allow is never
+    chosen.
 
-    A prompt of which no engine has anything goes by hash, as with `PrefixAffinity`: others that
-    begin alike and come before it is computed follow it, from whichever front end.
+    A prompt that no engine has cached is placed by hash, as in `PrefixAffinity`, so prompts with
+    the same prefix that arrive before it is computed follow it, from any front end.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -278,9 +279,9 @@ class PrefixAware:
 
 
 def _bound(least: float, cached_tokens: int) -> float:
-    """Return the maximum cost at which an engine with these cached tokens is chosen.
+    """Return the maximum cost at which an engine with these cached tokens can be chosen.
 
-    A cached token saves what it would add to the cost of the queue.
+    A cached token saves its share of the queue's cost.
 
     Args:
         least: cost of the least loaded engine.
@@ -290,7 +291,7 @@ def _bound(least: float, cached_tokens: int) -> float:
 
 
 def _by_hash(loads: Sequence[EngineLoad], hashes: Sequence[int]) -> Choice:
-    """Return what every front end would choose that sees the same loads (rendezvous hashing)."""
+    """Return the choice that all front ends with the same loads make (rendezvous hashing)."""
     key = hashes[min(len(hashes), HASHED_BLOCKS) - 1]
     bound = _bound(min(map(cost, loads)), len(hashes) * AFFINITY_BLOCK)
     near = (load.rank for load in loads if cost(load) <= bound)
@@ -298,7 +299,7 @@ def _by_hash(loads: Sequence[EngineLoad], hashes: Sequence[int]) -> Choice:
 
 
 def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:
-    """Return a hash of each beginning of a prompt, in whole blocks, the shortest first."""
+    """Return a hash per prefix of a prompt, in whole blocks, shortest first."""
     hashes = []
     last = int.from_bytes(cache_root)
     end = min(len(token_ids), AFFINITY_BLOCK * AFFINITY_BLOCKS)
@@ -315,14 +316,14 @@ POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
     "power-of-two": PowerOfTwo,
     "round-robin": RoundRobin,
 }
-"""Every policy by the name under which it is configured; the argument is where to begin."""
+"""Built-in policies by configured name; the argument is the start of the rotation."""
 
 
 def build_policy(name: str, start: int) -> RoutingPolicy:
-    """Return a policy of ours or of a plugin, which begins at `start`.
+    """Build a built-in policy, or a plugin's.
 
     Raises:
-        BadPlugin: it is a plugin's, and cannot be used.
+        BadPlugin: the policy's plugin cannot be used.
     """
     if name in POLICIES:
         return POLICIES[name](start)
@@ -331,14 +332,14 @@ def build_policy(name: str, start: int) -> RoutingPolicy:
         idle = [EngineLoad(0, 0, 0, 0, 0.0)]
         chosen = policy(start).choose(idle, (), 0, cache_root=b"")
         if chosen.rank != 0:
-            raise ValueError(f"it chose engine {chosen.rank} of engine 0 alone")
+            raise ValueError(f"it chose engine {chosen.rank}, but there is only engine 0")
         return _Foreign(name, policy(start), start)
 
     return load_plugin("swell.routing_policies", name, "--routing-policy", tried)
 
 
 class _Foreign:
-    """A plugin's policy; where it fails, the least loaded engine is chosen."""
+    """A plugin's policy; if it fails, the least loaded engine is chosen."""
 
     def __init__(self, name: str, policy: RoutingPolicy, start: int) -> None:
         self._name, self._policy = name, policy

@@ -1,6 +1,6 @@
-"""Carries out what a router says: without sockets, so that tests can give it any.
+"""Performs a router's actions, without sockets, so that tests can supply any transport.
 
-`server.router.engine_client` puts sockets, an event loop and a clock around it.
+`server.router.engine_client` adds sockets, an event loop and a clock.
 """
 
 import itertools
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientMetrics(Protocol):
-    """What is counted about requests and engines."""
+    """Metrics of requests and engines."""
 
     def count(self, name: str, *labels: str | int, by: float = 1) -> None: ...
 
@@ -50,15 +50,15 @@ class ClientMetrics(Protocol):
 
 
 class RouterShell:
-    """Gives a router its events, and to others what it says of them.
+    """Passes events to a router and performs its actions.
 
     Args:
-        router: decides.
+        router: makes all decisions.
         send: sends a message to a peer; False if there is no such peer now.
         notify: sends a notice to the coordinator.
         on_idle: called after an event that left no request in flight.
-        metrics: counts.
-        clock: seconds, monotonic.
+        metrics: metrics to update.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RouterShell:
         """Route one sequence to an engine and return its stream.
 
         Raises:
-            NoEngineAvailable: no engine, or not the wished one, is there.
+            NoEngineAvailable: no engine, or not the pinned one, is available.
         """
         stream = RequestStream(message, self._close, pinned_rank, unread)
         self._streams[stream.request] = stream
@@ -116,7 +116,7 @@ class RouterShell:
     ) -> int:
         """Call a utility of one engine, or of all with rank None; return the call's id.
 
-        `on_answers` is called once, at the latest when the router is told `CallOverdue`.
+        `on_answers` is called once, at the latest when the router handles `CallOverdue`.
 
         Raises:
             NoEngineAvailable: there is no such engine now.
@@ -133,10 +133,10 @@ class RouterShell:
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Have the router take an event, and do what it says.
+        """Have the router handle an event, and perform its actions.
 
         Raises:
-            NoEngineAvailable: it refused what was submitted or called.
+            NoEngineAvailable: the submitted request or call was refused.
         """
         now = self._clock()
         failed = self._perform(self.router.handle(event, now))

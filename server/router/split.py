@@ -1,8 +1,8 @@
-"""Which prompts are computed by other engines than those that answer.
+"""Disaggregated prefill: which prompts are computed by separate engines.
 
-Engines whose setup says `prefill` compute long prompts and nothing else, while there are engines
-that `decode`, and offer the KV blocks to these; see `engine.kv_transfer`. Without engines of one
-kind those of the other do all. Pure decisions; `server.router.delivery` carries them out.
+Engines with the role `prefill` compute only long prompts, while there are `decode` engines, and
+offer the KV blocks to them; see `engine.kv_transfer`. If engines of one role are missing, those of
+the other do everything. Pure decisions; `server.router.delivery` carries them out.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from server.router.route import Route
 from server.router.routing import EngineLoad, RoutingPolicy
 
 MAX_QUEUED = 8
-"""In minimum split lengths: queued tokens that a prefill engine may have more than the answering
-engine."""
+"""Maximum queued tokens by which a prefill engine can exceed the answering engine, in minimum split
+lengths."""
 MAX_QUEUED_LIKE_IT = 2
-"""In lengths of the prompt: the same, if that is more."""
+"""The same in prompt lengths; the larger limit applies."""
 
 
 class Split:
-    """Decides for one front end.
+    """Split decisions of one front end.
 
     Args:
-        min_tokens: minimum tokens to compute of a prompt that goes to a prefill engine.
+        min_tokens: minimum uncached prompt tokens for a separate prefill.
         policy: chooses among prefill engines.
     """
 
@@ -34,9 +34,9 @@ class Split:
         self._min_tokens = min_tokens
 
     def answering(self, message: AddRequest, usable: list[Route]) -> list[Route]:
-        """Return the engines that may answer a request: all, if there are only prefill engines.
+        """Return the engines that can answer a request: all, if there are only prefill engines.
 
-        One whose blocks another server is to read goes to an engine that offers them.
+        A request whose blocks another server will read goes to an engine that offers them.
         """
         if message.offers_blocks:
             return [route for route in usable if route.offers_blocks] or usable
@@ -45,11 +45,11 @@ class Split:
     def prefilling(
         self, request: RoutedRequest, usable: Sequence[Route], answers: Route, cached_tokens: int
     ) -> list[Route]:
-        """Return the engines that may compute a request's prompt; none if the answering one does.
+        """Return the engines that can compute a request's prompt; none if it is not split.
 
         Args:
             answers: the engine that would be chosen to answer.
-            cached_tokens: what that is known to have cached of it.
+            cached_tokens: prompt tokens known to be cached on that engine.
         """
         message = request.message
         uncached = message.num_tokens + len(request.output_token_ids) - cached_tokens
@@ -68,22 +68,22 @@ class Split:
         ]
 
     def keeps_up(self, request: RoutedRequest, prefill: EngineLoad, answers: EngineLoad) -> bool:
-        """Whether a prefill engine's queue is short enough for the split to be worth it."""
+        """Return whether a prefill engine's queue is short enough for the split to pay off."""
         queued = prefill.prefill_tokens - answers.prefill_tokens
         longest = MAX_QUEUED_LIKE_IT * request.message.num_tokens
         return queued <= max(MAX_QUEUED * self._min_tokens, longest)
 
 
 def draws_one_token(request: RoutedRequest) -> bool:
-    """Whether nothing follows the token that computing the prompt gives.
+    """Return whether the request ends with the first token sampled after its prompt.
 
-    Who computes the prompt answers such a request: a step of a beam search, or a prompt's scores.
+    The engine that computes the prompt answers it: a beam search step, or prompt scores.
     """
     return request.message.sampling.max_tokens - len(request.output_token_ids) == 1
 
 
 def _are_alike(one: Route, other: Route) -> bool:
-    """Whether engines can read each other's blocks, as far as they say."""
+    """Return whether two engines can read each other's blocks, according to their setups."""
     first, second = one.entry.setup, other.entry.setup
     return (
         first is not None
@@ -95,9 +95,9 @@ def _are_alike(one: Route, other: Route) -> bool:
 
 
 def prefill_of(message: AddRequest) -> AddRequest:
-    """Return what a prefill engine is asked: to compute a request's tokens, and offer their blocks.
+    """Return the message for a prefill engine: compute the tokens and offer their blocks.
 
-    It draws one token, which is dropped: the answering engine draws it again.
+    It samples one token, which is discarded: the answering engine samples it again.
     """
     drawn = SamplingParams(
         max_tokens=len(message.output_token_ids) + 1, seed=0, temperature=0.0, ignore_eos=True
@@ -106,7 +106,7 @@ def prefill_of(message: AddRequest) -> AddRequest:
 
 
 def answer_of(message: AddRequest, prefilled_by: Route | None) -> AddRequest:
-    """Return what an answering engine is asked after the prefill engine, which may have gone."""
+    """Return the message for the answering engine, with the KV source unless that is gone."""
     setup = None if prefilled_by is None else prefilled_by.entry.setup
     if prefilled_by is None or setup is None:
         return message

@@ -1,4 +1,4 @@
-"""The tokens of a client's request on their way from its front end's router to the HTTP layer."""
+"""Streams of outputs from a front end's router to the HTTP layer."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,43 +8,43 @@ from server.limits import MAX_UNREAD
 from server.router.request import EngineTimes, RoutedRequest
 
 _MERGED = 64
-"""Unread outputs of a sequence that become one."""
+"""Number of unread outputs of a sequence that are merged into one."""
 
 _TAKEN = 1024
-"""Tokens and scores that are taken at a time: rendering them takes a few milliseconds."""
+"""Tokens and scores taken at a time: rendering them takes a few milliseconds."""
 
 
 class ReaderTooSlow(Exception):
-    """The client did not read what was generated; the request was aborted."""
+    """The client did not read its outputs in time; the request was aborted."""
 
 
 class Unread:
-    """What has arrived of a request's sequences and has not been read, and how much it is.
+    """Unread outputs of a request's sequences, and their total weight.
 
-    If the limit is passed while no reader waits, the client does not read, and the request is
-    aborted; while somebody does, only this process is slow.
+    If the limit is exceeded while no reader waits, the client is too slow and the request is
+    aborted; if a reader is waiting, only this process is slow.
     """
 
     def __init__(self) -> None:
         self._streams: list[RequestStream] = []
         self._ready: dict[RequestStream, None] = {}
-        """Sequences with something to read, in the order in which they come up."""
+        """Sequences with unread outputs, in reading order."""
         self._weight = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_awaited = False
         self._has_left = False
-        """Whether the reader has left something behind, as it was too much at once."""
+        """Whether the last read left outputs behind because of its size limit."""
 
     # -- for the streams -------------------------------------------------------------------------
 
     def add(self, stream: "RequestStream") -> int:
-        """Another sequence begins; return its number, from 0."""
+        """Add a sequence; return its number, from 0."""
         self._streams.append(stream)
         return len(self._streams) - 1
 
     def arrived(self, stream: "RequestStream", output: RequestOutput) -> None:
-        """There is more of a sequence."""
+        """Record a new output of a sequence."""
         self._ready.setdefault(stream)
         self._weight += weight(output)
         if self._weight > MAX_UNREAD and not self._is_awaited and self._error is None:
@@ -55,7 +55,7 @@ class Unread:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise an error to the reader once everything before it has been read."""
+        """Raise an error to the reader once all earlier outputs have been read."""
         self._error = self._error or error
         self._wake()
 
@@ -66,13 +66,12 @@ class Unread:
     # -- for the reader --------------------------------------------------------------------------
 
     async def next(self) -> list[tuple[int, RequestOutput]]:
-        """Wait for and return some of what is new, each with the number of its sequence.
+        """Wait for new outputs and return some of them, each with the number of its sequence.
 
-        None comes twice.
+        Each output is returned once.
 
         Raises:
-            NoEngineAvailable, KillsEngines, ReaderTooSlow: a sequence has ended without its last
-                token.
+            NoEngineAvailable, KillsEngines, ReaderTooSlow: a sequence ended without its last token.
         """
         self._is_awaited = True
         try:
@@ -87,7 +86,7 @@ class Unread:
             self._is_awaited = False
 
     def take(self) -> list[tuple[int, RequestOutput]]:
-        """Return what `next` does, without waiting: nothing if there is nothing yet."""
+        """Return what `next` would, without waiting; empty if there is nothing yet."""
         ready, taken, total = self._ready, list[tuple[int, RequestOutput]](), 0
         for _ in range(len(ready)):
             if total >= _TAKEN:
@@ -107,14 +106,13 @@ class Unread:
 
 
 class RequestStream:
-    """The outputs of one sequence.
+    """Outputs of one sequence.
 
     Args:
-        message: what is asked for; the router gives it its id.
+        message: the request; the router assigns its id.
         on_close: called when the stream is closed by its reader.
         pinned_rank: the only engine that may run it.
-        unread: what has not been read of all sequences of the client's request, this one's as well;
-            None: it is read by itself.
+        unread: shared by all sequences of the client's request; None if it is read by itself.
     """
 
     def __init__(
@@ -125,30 +123,30 @@ class RequestStream:
         unread: Unread | None = None,
     ) -> None:
         self.request = RoutedRequest(message, pinned_rank)
-        """The request as the router keeps it."""
+        """The router's state of the request."""
         self.finished = False
         self.unread = Unread() if unread is None else unread
         self.number = self.unread.add(self)
-        """Of the sequence in `unread`."""
+        """Number of the sequence in `unread`."""
         self._on_close = on_close
         self._pieces: list[RequestOutput] = []
         self._small = 0
-        """How many of them, the last ones, are not merged yet."""
+        """Number of trailing pieces that are not merged yet."""
 
     @property
     def id(self) -> int:
-        """What engines call the sequence."""
+        """The id under which it was last sent to an engine."""
         return self.request.id
 
     @property
     def times(self) -> EngineTimes:
-        """Which engine runs it, and how long it took there and in earlier engines."""
+        """Its engine and its timings, including earlier engines."""
         return self.request.times
 
     # -- for the router's shell ------------------------------------------------------------------
 
     def put(self, output: RequestOutput) -> None:
-        """Take what one step added."""
+        """Add the output of one step."""
         self._pieces.append(output)
         self._small += 1
         if self._small == _MERGED:
@@ -158,14 +156,14 @@ class RequestStream:
         self.unread.arrived(self, output)
 
     def fail(self, error: Exception) -> None:
-        """End the stream: nothing can go on with it."""
+        """End the stream with an error."""
         self.finished = True
         self.unread.fail(error)
 
     # -- for the HTTP layer ----------------------------------------------------------------------
 
     def take(self) -> tuple[RequestOutput, bool]:
-        """Return the oldest part of what there is, and whether there is more."""
+        """Return the oldest piece, and whether there are more."""
         pieces = self._pieces
         if self._small < len(pieces):
             return pieces.pop(0), bool(pieces)
@@ -173,25 +171,25 @@ class RequestStream:
         return pieces[0] if len(pieces) == 1 else merge(pieces), False
 
     async def next(self) -> RequestOutput:
-        """Wait for and return what is new of a sequence that is read by itself, or a part of it.
+        """Wait for and return the next output of a sequence that is read by itself.
 
         The output with a `finish_reason` is the last one.
 
         Raises:
-            NoEngineAvailable: the request was lost with its engine and nothing can take it over.
-            KillsEngines: it is, or must be assumed to be, the reason.
-            ReaderTooSlow: the outputs were not read for so long that the request was aborted.
+            NoEngineAvailable: the engine was lost and no other can take over the request.
+            KillsEngines: the request is, or must be assumed to be, the cause.
+            ReaderTooSlow: outputs were unread for too long, so the request was aborted.
         """
         [(_, output)] = await self.unread.next()
         return output
 
     def close(self) -> None:
-        """Forget the request, aborting it if it has not finished; idempotent."""
+        """Drop the request, aborting it if it has not finished; idempotent."""
         self._on_close(self)
 
 
 def weight(output: RequestOutput) -> int:
-    """Return how much an output holds, in tokens; scores weigh like the tokens that they name."""
+    """Return the weight of an output in tokens; scores weigh as much as the tokens they name."""
     count = len(output.token_ids)
     if output.logprobs:
         count += sum(2 + len(each.top_ids) for each in output.logprobs)
@@ -199,7 +197,7 @@ def weight(output: RequestOutput) -> int:
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
-    """Return consecutive outputs of one request as one, but for their times."""
+    """Merge consecutive outputs of one request into one, without timings."""
     first, last = outputs[0], outputs[-1]
     logprobs = None
     if any(output.logprobs is not None for output in outputs):

@@ -43,9 +43,9 @@ class RequestMetrics(msgspec.Struct):
     generation_time_ms: float
     """From its first token to its last."""
     queue_time_ms: float
-    mean_itl_ms: float | None
-    """From one token to the next; null for a single one."""
-    tokens_per_second: float | None
+    mean_itl_ms: float | UnsetType = UNSET
+    """From one token to the next; absent for a single one."""
+    tokens_per_second: float | UnsetType = UNSET
     """Since it was first planned."""
 
 

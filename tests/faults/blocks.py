@@ -1,4 +1,4 @@
-"""An engine's port for KV blocks in virtual time: that of production, without its thread."""
+"""An engine's KV block port in virtual time: the production class without its thread."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from tests.faults.engine import Engine
 
 SCHEME = "blocks-"
-"""Before an engine's incarnation: where it offers blocks."""
+"""Prefix of an engine's block address, before its incarnation."""
 OFFERED_BLOCKS = 12
-"""That have room."""
+"""Maximum number of offered blocks."""
 _NOTICED = 0.001
-"""Seconds after which the end of a connection is known at its other end."""
+"""Seconds until the end of a connection is noticed at its other end."""
 
 
 class BlockSocket:
-    """One socket, its monitor, or the bound one of an engine; messages have several frames."""
+    """A socket, its monitor, or an engine's bound socket; messages have several frames."""
 
     def __init__(self, blocks: Blocks, write: Callable[[list[bytes]], None]) -> None:
         self.blocks = blocks
         self.peer: Engine | None = None
-        """Where it is connected to."""
+        """The engine that it is connected to."""
         self.closed = False
         self.monitor: BlockSocket | None = None
         self._write = write
@@ -65,22 +65,22 @@ class BlockSocket:
         self.closed = True
 
     def lost(self) -> None:
-        """Its connection has ended, and its monitor says so."""
+        """Report through the monitor that its connection has ended."""
         if self.monitor is not None:
             self.monitor.put([struct.pack("=HI", zmq.EVENT_DISCONNECTED, 0)])
 
 
 class Blocks:
-    """What an engine's tiers take for its port, and what that takes for its transport."""
+    """An engine's block port for its tiers, and the transport of that port."""
 
     def __init__(self, engine: Engine, executor: CheckedExecutor, *, offers: bool) -> None:
         self._engine = engine
         self._sockets: list[BlockSocket] = []
-        """Connected to other engines; a socket's place is what these call it."""
+        """Sockets connected to other engines; a socket's index is its name there."""
         self._turn_at = float("inf")
         self._ordered = False
         self.damaged_until = 0.0
-        """Until then what it sends arrives with other tokens in it."""
+        """Until then, contents that it sends arrive corrupted."""
         self._bound: BlockSocket | None = None
         self.address = f"{SCHEME}{engine.incarnation}" if offers else ""
         transport: Any = self
@@ -118,12 +118,12 @@ class Blocks:
         self.port.clear()
 
     def shutdown(self) -> None:
-        """Engines are killed only."""
+        """Do nothing: engines are only killed."""
 
     # -- for the port ----------------------------------------------------------------------------
 
     def mend(self) -> None:
-        """Connections that cannot be encrypted are not simulated."""
+        """Do nothing: failed encryption handshakes are not simulated."""
 
     def bind(self, kind: int, address: str, *, largest: int, max_queued: int) -> BlockSocket:
         self._bound = BlockSocket(self, self._reply)
@@ -149,7 +149,7 @@ class Blocks:
     # -- on the network --------------------------------------------------------------------------
 
     def turn(self, readable: Any) -> None:
-        """Let the port do what its thread would do now."""
+        """Run what the port's thread would do now."""
         self._ordered = self._ordered and self.port._wakeup not in readable
         self.port.turn(readable)
         due = self._engine.clock.now + self.port.wait_ms / 1000
@@ -162,7 +162,7 @@ class Blocks:
             self.turn(())
 
     def asked(self, frames: list[bytes]) -> None:
-        """A question has arrived."""
+        """Handle a request for blocks."""
         assert self._bound is not None
         self._bound.put(frames)
 
@@ -176,16 +176,16 @@ class Blocks:
         self._engine.send(asking, "blocks", socket.put, frames[1:])
 
     def lose(self, peer: Engine) -> None:
-        """The connections to an engine have ended."""
+        """Handle the end of the connections to an engine."""
         for socket in self._sockets:
             if socket.peer is peer and not socket.closed:
                 self._engine.after(_NOTICED, socket.lost)
 
     def check(self) -> None:
-        """Nothing of a transfer is left.
+        """Check that no transfer has left anything.
 
         Raises:
-            AssertionError: something is.
+            AssertionError: something is left.
         """
         name, port = self._engine.name, self.port
         assert not any(link.pulls for link in port._links.values()), f"{name} pulls for ever"

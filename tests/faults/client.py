@@ -1,4 +1,4 @@
-"""One client in virtual time: asks, asks again while nobody can serve, reads, and leaves."""
+"""A client in virtual time: sends, retries while no engine can serve, reads, and disconnects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RETRY_AFTER = 0.5
 
 
 class Client:
-    """Asks one thing until it is answered; a front end that dies costs a new connection."""
+    """Sends one request until it is answered; a front end that dies costs a new connection."""
 
     def __init__(self, world: World, ask: Ask) -> None:
         self.ask = ask
         self.done = False
         self.attempts = 0
-        """Front ends that took it on."""
+        """Number of front ends that accepted it."""
         self.error: str | None = None
         self.left = False
         self._world = world
@@ -71,7 +71,7 @@ class Client:
         self._read()
 
     def _read(self) -> None:
-        """Take what there is; look again soon, or connect anew if the front end has died."""
+        """Read new outputs; poll again soon, or reconnect if the front end has died."""
         if self.done or self._front is None or self._stream is None:
             return
         if not self._front.alive:
@@ -93,7 +93,7 @@ class Client:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was told the end of its answer."""
+        """Whether it has received the end of its answer."""
         return bool(self._parts) and self._parts[-1].finish_reason is not None
 
     def _leave(self) -> None:
@@ -105,10 +105,10 @@ class Client:
             front.call(stream.close)
 
     def check(self) -> None:
-        """Compare what it was told with what it had to be told.
+        """Compare the answer received with the expected one.
 
         Raises:
-            AssertionError: it was told something else.
+            AssertionError: they differ.
         """
         ask = self.ask
         expected, reason = answer(ask.prompt, ask.sampling)

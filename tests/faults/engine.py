@@ -1,4 +1,4 @@
-"""An engine in virtual time: its production shells, with a network in place of sockets."""
+"""An engine in virtual time: its production shells, with a network instead of sockets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 30
 STEP_SECONDS = 0.04
 LATENESS = 0.0001
-"""Seconds by which timers go off late."""
+"""Seconds by which timers fire late."""
 
 
 class _Poisoned(CheckedExecutor):
@@ -78,8 +78,8 @@ class _VirtualTime(EngineLoop):
 class Engine(Process):
     """One engine process.
 
-    Its receiver, loop and sender are those of production. What is here is what threads, sockets and
-    the model do there: hand over messages, wake up when it is time, and take time for a step.
+    Its receiver, loop and sender are the production classes. This class replaces threads, sockets
+    and the model: it passes messages on, wakes up on time, and makes steps take time.
     """
 
     def __init__(self, world: World, rank: int, incarnation: int) -> None:
@@ -87,12 +87,12 @@ class Engine(Process):
         self.world = world
         self.rank = rank
         self.is_announced = False
-        """Whether it was said to be ready to whoever started it."""
+        """Whether it was reported as ready to its supervisor."""
         self.slowness = 1.0
         self.hung = False
-        """Steps never end, while the other threads go on."""
+        """Whether steps never end, while the other threads keep running."""
         self.alone_in_step = ""
-        """Name of the request that the newest step computed alone."""
+        """Name of the request that ran alone in the newest step."""
         self.is_draining = False
         self.registration: Socket | None = None
         self.orders: Socket | None = None
@@ -100,14 +100,14 @@ class Engine(Process):
         self._step_watch = StepWatch(STEP_TIMEOUT)
         self._inbox: list[InboxItem] = []
         self.is_busy = True
-        """The loop takes nothing: it loads its model, or a step."""
+        """The loop handles no messages: it loads the model, or runs a step."""
         self._turn_at = float("inf")
         self._tick_at = float("inf")
         config = _config(world)
         executor = _Poisoned(config, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
         parts = world.parts
         self.blocks: Blocks | None = None
-        """Its port for KV blocks, where they travel."""
+        """Its port for KV blocks, if blocks are transferred."""
         self.tiers: KvTiers | None = None
         role: KvRole = ""
         if world.plan.splits:
@@ -176,31 +176,31 @@ class Engine(Process):
 
     @property
     def is_subscribed(self) -> bool:
-        """Whether it follows the orders of a coordinator."""
+        """Whether it receives a coordinator's orders."""
         return self.orders is not None
 
     @property
     def links(self) -> dict[int, Line]:
-        """Its open connections, by front end."""
+        """Open connections, by front end."""
         return {line.front.index: line for line in self.lines if not line.closed}
 
     def reply(self, reply: CoordinatorReply) -> None:
-        """An answer of the coordinator."""
+        """Receive a reply of the coordinator."""
         assert self.registration is not None
         self.arrived(self.registration, encode(reply))
 
     def order_arrived(self, order: GroupOrder) -> None:
-        """An order of the coordinator."""
+        """Receive an order of the coordinator."""
         assert self.orders is not None
         self.arrived(self.orders, encode(order))
 
     def input_arrived(self, line: Line, message: EngineInput) -> None:
-        """A message of a front end, on one of the connections of this engine to it."""
+        """Receive a message of a front end, on one of this engine's connections to it."""
         if not line.closed:
             self.arrived(line, encode(message))
 
     def arrived(self, socket: Socket, frame: bytes) -> None:
-        """Something has arrived on a socket."""
+        """Receive a frame on a socket."""
         socket.put(frame)
         self._receiver.sockets.read(socket)  # type: ignore[arg-type]
         self._received()
@@ -210,7 +210,7 @@ class Engine(Process):
         self._received()
 
     def _received(self) -> None:
-        """Wake the receiver when it wants to know the time; it may have ended."""
+        """Schedule the receiver's next deadline; it may have ended."""
         due = self._reception.deadline
         if due != self._tick_at:
             self._tick_at = due
@@ -229,13 +229,13 @@ class Engine(Process):
     def send(
         self, target: Process, channel: str, function: Callable[..., None], *arguments: object
     ) -> None:
-        """Send something that is never lost but with its connection."""
+        """Send a message that is lost only with its connection."""
         self.world.network.send(self, target, channel, function, *arguments, control=False)
 
     # -- the loop's thread -----------------------------------------------------------------------
 
     def put(self, item: InboxItem) -> None:
-        """The receiver puts something into the inbox."""
+        """Put an item of the receiver into the inbox."""
         if isinstance(item, Welcomed):
             self.after(self.world.plan.loading, self._loaded)
             return
@@ -264,7 +264,7 @@ class Engine(Process):
         try:
             self._loop.turn(items)
         except StepFailed as error:
-            if isinstance(error.__cause__, AssertionError):  # its model has read wrong things
+            if isinstance(error.__cause__, AssertionError):  # its model has detected a wrong read
                 raise error.__cause__ from None
             self._sender.last_words(EngineDead(self.rank, self.incarnation, str(error)))
             self.leave()
@@ -274,7 +274,7 @@ class Engine(Process):
             self._turn_after(self._loop.wait)
 
     def computing(self, step: CoreStep) -> None:
-        """A step has been taken, which lasts for a while."""
+        """Let a step that was begun take time."""
         self.is_busy = True
         self.world.check_step(self)
         self.after(STEP_SECONDS * self.slowness, self._computed, step)
@@ -289,7 +289,7 @@ class Engine(Process):
             self._turn()
 
     def settling(self, seconds: float) -> None:
-        """The loop does nothing for a while."""
+        """Let the loop pause for a while."""
         self.is_busy = True
         self.after(seconds, self._settled)
 
@@ -298,7 +298,7 @@ class Engine(Process):
         self._turn()
 
     def _goes_on(self) -> None:
-        """See to what a turn has left: stats that are held back, or the end of the loop."""
+        """Handle what a turn has left: stats held back, or the end of the loop."""
         if self._sender.holds:
             self.after(LATE_INTERVAL, self._sender.send_held)
         stop: Stop | None = self._loop.stopped
@@ -308,7 +308,7 @@ class Engine(Process):
 
     @property
     def alone(self) -> str:
-        """Name of the request that nobody else is planned beside; empty if there is none."""
+        """Name of the request that is planned alone; empty if there is none."""
         scheduler = self.core._scheduler
         return scheduler._books.all[scheduler.alone].request_id if scheduler.alone else ""
 
@@ -316,11 +316,11 @@ class Engine(Process):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its step takes longer than any step may."""
+        """Whether its step exceeds the step timeout."""
         return self._step_watch.hung_for(self.clock.now) is not None
 
     def halt(self, seconds: float, *, hand_over: bool) -> None:
-        """An operator pauses the engine for a while."""
+        """Have an operator pause the engine for a while."""
         mode: dict[str, UtilityValue] = {"mode": "move" if hand_over else "keep"}
         self._operate("pause", mode, lambda: self.after(seconds, self._operate, "resume", {}))
 
@@ -331,19 +331,19 @@ class Engine(Process):
         then: Callable[[], None] = lambda: None,
     ) -> None:
         front_end = next(iter(self.links), None)
-        if front_end is None:  # nobody who could pass it on
+        if front_end is None:  # no front end to pass it on
             self.after(0.1, self._operate, name, arguments, then)
         else:
             self.input_arrived(self.links[front_end], UtilityCall(0, front_end, name, arguments))
             then()
 
     def drain(self) -> None:
-        """SIGTERM: finish what there is, and end."""
+        """Handle SIGTERM: finish all requests, and exit."""
         self.is_draining = True
         self.put(Drain())
 
     def leave(self) -> None:
-        """End in order."""
+        """Exit in order."""
         self._receiver.tell(Leave())
 
 

@@ -120,7 +120,7 @@ class Front(Process):
     # -- in --------------------------------------------------------------------------------------
 
     def reply(self, reply: CoordinatorReply) -> None:
-        """An answer of the coordinator."""
+        """Receive a reply of the coordinator."""
         event = self._membership.receive(reply)
         if isinstance(event, Joined):
             if not event.again:
@@ -138,7 +138,7 @@ class Front(Process):
         )
 
     def view_arrived(self, message: ClusterView | ViewChange) -> None:
-        """A cluster view of the coordinator, or what is new in it."""
+        """Receive a cluster view of the coordinator, or changes to it."""
         view = self._followed.take(message)
         if view is None:
             if self._followed.asks(self.clock.now):
@@ -150,16 +150,16 @@ class Front(Process):
 
     @property
     def open_routes(self) -> set[tuple[int, int]]:
-        """The engines that take requests of this front end."""
+        """Engines that accept requests of this front end."""
         routes = self.router.members.routes.values()
         return {route.engine for route in routes if route.is_open}
 
     def greeting_arrived(self, identity: bytes, line: Line, hello: RouteHello) -> None:
-        """An engine's hello, the first message on each of its connections."""
+        """Receive an engine's hello, the first message on each of its connections."""
         if line.up and not line.closed:
             self._links[identity] = line
             self.shell.handle(EngineHello(identity, hello))
 
     def output_arrived(self, message: StepOutputs | EngineDead | KvBlocks) -> None:
-        """Tokens, last words, or what is cached."""
+        """Receive tokens, an engine's last words, or cached blocks."""
         self.shell.handle(message)

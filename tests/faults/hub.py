@@ -35,7 +35,7 @@ class Hub(Process):
         self.after(0.0, self.handle, Tick())
 
     def from_member(self, sender: Process, message: MemberMessage) -> None:
-        """A member's message has arrived."""
+        """Receive a member's message."""
         self._senders[sender.name.encode()] = sender
         self.handle(FromMember(sender.name.encode(), message))
 
@@ -44,11 +44,11 @@ class Hub(Process):
         return self._world.senders
 
     def subscribed(self, kind: MemberKind) -> None:
-        """A member has (again) connected to a publish socket."""
+        """Handle a member's (re)connection to a publish socket."""
         self.handle(Subscribed(kind))
 
     def handle(self, event: Event) -> None:
-        """Give the state an event and carry out what it says."""
+        """Pass an event to the state and perform the actions."""
         now = self.clock.now
         world, network = self._world, self._world.network
         for action in self.state.handle(event, now):

@@ -1,7 +1,7 @@
-"""Virtual time, and links between processes that delay, lose, repeat and cut messages.
+"""Virtual time, and links between processes that delay, drop, duplicate and cut messages.
 
-Every link is first in, first out for each channel, as the sockets are. What is sent while a link is
-cut arrives when it is whole again, or is lost if the cut resets the connection.
+Every link is FIFO per channel, like the sockets. Messages sent while a link is cut arrive when it
+is restored, or are lost if the cut resets the connection.
 """
 
 import heapq
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 HOP = 0.002
-"""Longest time of a message on its way, in seconds."""
+"""Maximum latency of a message in seconds."""
 
 
 class Clock:
-    """Calls functions in the order of their virtual time, in seconds."""
+    """Calls functions in order of virtual time, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,12 +22,12 @@ class Clock:
         self._count = 0
 
     def at(self, time: float, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function` at `time`, after everything that is due then already."""
+        """Call `function` at `time`, after everything already scheduled for that time."""
         self._count += 1
         heapq.heappush(self._queue, (max(time, self.now), self._count, function, arguments))
 
     def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """Go on until `until`, or until `stop()` at the turn of a tenth of a second."""
+        """Run until `until`, or until `stop()` is true, checked every tenth of a second."""
         queue, look = self._queue, self.now + 0.1
         while queue and queue[0][0] <= until:
             if queue[0][0] >= look:
@@ -40,41 +40,41 @@ class Clock:
 
 
 class Process:
-    """Something that can be killed, and stopped for a while."""
+    """A process that can be killed, and stopped for a while."""
 
     def __init__(self, clock: Clock, name: str, incarnation: int) -> None:
         self.clock = clock
         self.name = name
-        """Of its place: successors have the same."""
+        """Name of its role, which its successors share."""
         self.incarnation = incarnation
         self.alive = True
         self.stopped = False
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run something inside the process: now, or when it goes on, or never if it is dead."""
+        """Run a function in the process: now, when it is resumed, or never if it is dead."""
         if self.stopped:
             self._held.append((function, arguments))
         elif self.alive:
             function(*arguments)
 
     def after(self, seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-        """Run something inside the process later."""
+        """Run a function in the process later."""
         self.clock.at(self.clock.now + seconds, self.call, function, *arguments)
 
     def stop(self) -> None:
-        """Do nothing any more, until `go_on`."""
+        """Suspend the process until `go_on`."""
         self.stopped = True
 
     def go_on(self) -> None:
-        """Catch up with everything that came in meanwhile."""
+        """Resume, and catch up with everything that arrived meanwhile."""
         self.stopped = False
         held, self._held = self._held, []
         for function, arguments in held:
             self.call(function, *arguments)
 
     def kill(self) -> None:
-        """End at once."""
+        """Kill the process."""
         self.alive = False
         self.stopped = False
         self._held = []
@@ -86,7 +86,7 @@ class _Cut(NamedTuple):
 
 
 class Network:
-    """All links between the places of a cluster."""
+    """All links between the processes of a cluster."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -95,7 +95,7 @@ class Network:
         self._cuts: dict[tuple[str, str], _Cut] = {}
         self._epochs: dict[tuple[str, str], int] = {}
         self.lossy_until = 0.0
-        """Until then control messages are lost or repeated at random."""
+        """Until then, control messages are randomly lost or duplicated."""
         self.slow_until = 0.0
         """Until then control messages take up to a second."""
 
@@ -108,7 +108,7 @@ class Network:
         *arguments: Any,
         control: bool = True,
     ) -> None:
-        """Call `function` inside `target` when the message has arrived there."""
+        """Call `function` in `target` when the message arrives there."""
         now = self._clock.now
         delay = HOP * self._random()
         copies = 1
@@ -142,13 +142,13 @@ class Network:
             target.call(function, *arguments)
 
     def cut(self, one: str, other: str, seconds: float, *, resets: bool) -> None:
-        """Let nothing through between two places for a while."""
+        """Block all messages between two processes for a while."""
         cut = _Cut(self._clock.now + seconds, resets)
         self._cuts[one, other] = self._cuts[other, one] = cut
         if resets:
             self.reset(one, other)
 
     def reset(self, one: str, other: str) -> None:
-        """Lose everything that is on its way between two places."""
+        """Drop all messages in transit between two processes."""
         for pair in ((one, other), (other, one)):
             self._epochs[pair] = self._epochs.get(pair, 0) + 1

@@ -1,4 +1,4 @@
-"""What a request has to be answered, computed without any engine."""
+"""The expected answer to a request, computed without an engine."""
 
 from engine.executor.simulated import is_penalized, penalized_seed, simulated_token
 from engine.shared.messages import FinishReason, SamplingParams
@@ -11,7 +11,7 @@ MAX_MODEL_LEN = 96
 
 
 def answer(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
-    """Return the tokens and why they end."""
+    """Return the expected tokens and finish reason."""
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
     tokens = list(prompt)
     output: list[int] = []

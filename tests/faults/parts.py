@@ -1,4 +1,4 @@
-"""The production classes that a simulated cluster is made of; mutants replace one of them."""
+"""The production classes of a simulated cluster; mutants replace one of them."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -22,7 +22,7 @@ from server.router.split import Split
 
 @dataclass(frozen=True)
 class Parts:
-    """What decides in each kind of process."""
+    """The decision-making classes of each kind of process."""
 
     coordinator: type[CoordinatorState] = CoordinatorState
     membership: type[Membership] = Membership
@@ -41,7 +41,7 @@ class Parts:
     def router(
         self, index: int, incarnation: int, max_resumes: int, *, prefix_caching: bool
     ) -> router_module.Router:
-        """Return the router of a front-end process, which follows the blocks of caches."""
+        """Build the router of a front-end process, which follows KV blocks."""
         blocks = self.index(index, 10_000) if prefix_caching else None
         with mock.patch.multiple(
             router_module,
@@ -66,11 +66,11 @@ class Parts:
 
 
 SPLIT_TOKENS = 10
-"""Prompt tokens from which on a prefill engine computes them, if there is one."""
+"""Minimum prompt tokens for a separate prefill, if there is a prefill engine."""
 HEARTBEAT = 1.0
 TIMEOUT = 3.0
-"""Seconds of silence after which a member is taken for dead."""
+"""Seconds of silence after which a member is considered dead."""
 STEP_TIMEOUT = 1.0
-"""Seconds after which a step is taken for hung; five times that for an engine's first steps."""
+"""Seconds after which a step is considered hung; five times that for an engine's first steps."""
 DRAIN_TIMEOUT = 1000.0
-"""Seconds after which a draining engine ends whatever it has: never within a run."""
+"""Seconds after which a draining engine exits regardless: never within a run."""

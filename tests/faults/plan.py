@@ -1,4 +1,4 @@
-"""What happens in one run: a cluster, its requests and its faults, all drawn from one seed."""
+"""The plan of one run: a cluster, its requests and its faults, all drawn from one seed."""
 
 import random
 from typing import NamedTuple
@@ -7,10 +7,10 @@ from engine.shared.messages import SamplingParams
 from tests.faults.oracle import POISON, VOCABULARY
 
 LONG_CUT = 100.0
-"""Seconds of a cut that no request may wait for."""
+"""Duration in seconds of a cut that no request may wait for."""
 
 FIRST_FAULT, LAST_FAULT = 1.0, 5.0
-"""Seconds between which things go wrong."""
+"""Interval in seconds in which faults begin."""
 
 
 class Ask(NamedTuple):
@@ -22,7 +22,7 @@ class Ask(NamedTuple):
     sampling: SamplingParams
     priority: int
     leaves_after: float | None
-    """Seconds after which the client disconnects; None if it waits for the end."""
+    """Seconds after which the client disconnects; None if never."""
     tenant: int = 0
     pinned_rank: int | None = None
     """The only engine that may run it."""
@@ -34,7 +34,7 @@ class Ask(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong at `at`; `which` picks a victim, `seconds` says for how long."""
+    """A fault at time `at`; `which` selects the victim, `seconds` is the duration."""
 
     at: float
     kind: str
@@ -65,8 +65,8 @@ KINDS = {
     "cut engine from engine": 0,
     "damage blocks": 0,
 }
-"""Faults, and how often each is drawn in proportion to the others; the last two take the place of
-some where engines read each other's KV blocks."""
+"""Relative frequencies of faults; the last two replace some if engines read each other's KV
+blocks."""
 
 
 class Plan(NamedTuple):
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     """Whether engine 0 computes long prompts for the others."""
 
     def describe(self) -> str:
-        """Return the plan in words."""
+        """Describe the plan."""
         links = [
             f"{self.engines} engines, {self.front_ends} front ends, "
             f"{len(self.asks)} requests, max_resumes {self.max_resumes}, "
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 def draw_plan(seed: int) -> Plan:
-    """Return the run of a seed."""
+    """Draw the plan of a seed."""
     rng = random.Random(seed)
     prefix = [rng.randrange(POISON) for _ in range(8)]
     asks = [_ask(rng, number, prefix) for number in range(rng.randint(2, 7))]

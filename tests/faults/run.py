@@ -1,7 +1,7 @@
 """Runs simulated fault schedules: python -m tests.faults.run --schedules 10000
 
-Every schedule follows from its seed; a failing one is printed, and run again by
-python -m tests.faults.run --seed SEED
+Every schedule is determined by its seed; failing ones are printed, and can be repeated with python
+-m tests.faults.run --seed SEED
 """
 
 import argparse
@@ -21,7 +21,7 @@ _CHUNK = 100
 
 
 class Failure(NamedTuple):
-    """A seed whose run broke a promise."""
+    """A seed whose run violated a property."""
 
     seed: int
     what: str
@@ -35,7 +35,7 @@ PRODUCTION = Parts()
 
 
 def run_seed(seed: int, parts: Parts = PRODUCTION) -> Failure | None:
-    """Run one schedule; return what went wrong, if anything."""
+    """Run one schedule; return the failure, if any."""
     try:
         World(draw_plan(seed), parts).run()
     except Violation as violation:
@@ -46,7 +46,7 @@ def run_seed(seed: int, parts: Parts = PRODUCTION) -> Failure | None:
 
 
 def run_seeds(seeds: Iterable[int], parts: Parts = PRODUCTION) -> list[Failure]:
-    """Run many schedules without the noise that they make; return the failures."""
+    """Run many schedules with logging disabled; return the failures."""
     quiet = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     collecting = gc.isenabled()
@@ -88,7 +88,7 @@ def main() -> int:
     began = time.monotonic()
     firsts = range(options.first, options.first + options.schedules, _CHUNK)
     failures: list[Failure] = []
-    import multiprocessing  # what tests use of this module starts no processes
+    import multiprocessing  # this module's other users start no processes
 
     with multiprocessing.Pool(options.processes) as pool:
         for found in pool.imap_unordered(_run_chunk, firsts):

@@ -1,7 +1,7 @@
-"""What an engine's shell sends and receives on, over the simulated network.
+"""Sockets of an engine's shells, over the simulated network.
 
-`Transport` stands for `engine.shared.transport.Transport`: its addresses are those that the
-simulated coordinator and front ends give. Messages cross it encoded, as they do in production.
+`Transport` replaces `engine.shared.transport.Transport`: its addresses are those that the simulated
+coordinator and front ends use. Messages are encoded in transit, as in production.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _report = msgspec.msgpack.Decoder(EngineReport)
 
 
 class Socket:
-    """One socket: `write` is called with what is sent, `put` gives it what has arrived."""
+    """A socket: `write` is called with sent frames, `put` adds received ones."""
 
     socket_type = zmq.DEALER
 
@@ -65,13 +65,13 @@ class Socket:
         self._on_close()
 
     def bind(self, address: str) -> None:
-        """The ends of a control pair find each other in their context."""
+        """Do nothing: a control pair is connected through its context."""
 
     connect = bind
 
 
 class Context:
-    """Makes the two ends of a receiver's control pair: what one sends, the other has read."""
+    """Creates the two ends of a receiver's control pair: messages arrive immediately."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ class Transport:
         self._engine = engine
 
     def watch(self, *socket: object, binder: bool) -> None:
-        """Connections that cannot be encrypted are not simulated."""
+        """Do nothing: failed encryption handshakes are not simulated."""
 
     def connect(self, kind: int, address: str, *, identity: bytes = b"") -> Socket:
         engine = self._engine

@@ -1,7 +1,7 @@
-"""The fault schedules find bugs: each of these recoveries has one, and is not let through.
+"""The fault schedules find bugs: each of these mutants has one, and is detected.
 
-Every mutant is a production class with one rule of recovery broken; the unbroken classes pass
-the same schedules.
+Every mutant is a production class with one recovery rule broken; the original classes pass the same
+schedules.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,12 +40,12 @@ from tests.faults.parts import Parts
 from tests.faults.run import run_seeds
 
 ENOUGH = 600
-"""Schedules within which each mutant has to be found."""
+"""Schedules within which each mutant must be found."""
 FOUND_BY = {
     "OrdersOnce": 213, "TakesSuccessorsForThem": 73, "TakesWhatComes": 159, "WorksForTheDead": 88,
 }  # fmt: skip
-"""A schedule that finds a mutant which few do: the search begins there. Others take its place when
-schedules are drawn in another way."""
+"""Schedules that find mutants which few schedules do: the search starts there. They change whenever
+schedules are drawn differently."""
 
 
 # -- the front end: requests ---------------------------------------------------------------------
@@ -60,7 +60,7 @@ class StartsOver(Delivery):
 
 
 class ShowsThePrefill(Delivery):
-    """Takes what a prefill engine draws for the answer."""
+    """Returns tokens sampled by a prefill engine as the answer."""
 
     def send(self, request: RoutedRequest, now: float) -> list[Action]:
         actions = super().send(request, now)
@@ -69,7 +69,7 @@ class ShowsThePrefill(Delivery):
 
 
 class LosesThePrefilled(Delivery):
-    """Does not go on with a request whose prompt has been computed."""
+    """Does not continue a request after its prompt has been computed."""
 
     def take_prefilled(self) -> list[RoutedRequest]:
         super().take_prefilled()
@@ -77,7 +77,7 @@ class LosesThePrefilled(Delivery):
 
 
 class KeepsTheId(Delivery):
-    """Sends a request again under its old id, so that old answers pass for new ones."""
+    """Resends a request under its old id, so that old outputs pass for new ones."""
 
     def renumber(self, request: RoutedRequest, now: float) -> None:
         old, self._next_id = self._next_id, request.id - 1
@@ -88,21 +88,21 @@ class KeepsTheId(Delivery):
 
 
 class MovesNothing(Failover):
-    """Leaves requests where they were when their engine has gone."""
+    """Leaves requests on an engine that has gone."""
 
     def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
         return []
 
 
 class NeverSuspects(Failover):
-    """Tries a request on one engine after the other, however many it kills."""
+    """Tries a request on one engine after the other, regardless of how many it kills."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "max_resumes": 1000})
 
 
 class ConvictsWithoutTrial(Failover):
-    """Ends whatever was in flight on too many engines that died, innocent or not."""
+    """Fails all requests in flight on too many engines that died, innocent or not."""
 
     def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
         if self.probation.is_suspect(request):
@@ -111,7 +111,7 @@ class ConvictsWithoutTrial(Failover):
 
 
 class ForgetsWhoWaits(Failover):
-    """Looks for an engine once, not again when one comes."""
+    """Looks for an engine once, and not again when one joins."""
 
     def place_waiting(self, now: float) -> list[Action]:
         return []
@@ -121,7 +121,7 @@ class ForgetsWhoWaits(Failover):
 
 
 class MissesNothing(Loads):
-    """Does not notice that the last message, in either direction, never came."""
+    """Does not notice a lost last message, in either direction."""
 
     def observe(self, route: Route, stats: EngineStats, now: float) -> bool:
         super().observe(route, stats, now)
@@ -129,21 +129,21 @@ class MissesNothing(Loads):
 
 
 class CountsTheLost(Loads):
-    """Counts requests that never arrived as load for ever."""
+    """Counts lost requests as load forever."""
 
     def forget_unreceived(self, route: Route) -> None:
         pass
 
 
 class GivesUpForGood(Members):
-    """Takes an engine that could not be reached once for dead."""
+    """Treats an engine that was unreachable once as dead."""
 
     def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
         return self.died(rank, incarnation)
 
 
 class BelievesHalfOfIt(Members):
-    """Takes an engine that a restarted coordinator is about to know for one that is not ready."""
+    """Treats an engine that is registering with a restarted coordinator as not ready."""
 
     def _as_known(self, entry: EngineEntry) -> EngineEntry:
         return entry
@@ -153,7 +153,7 @@ class BelievesHalfOfIt(Members):
 
 
 class WorksForTheDead(EngineCore):
-    """Goes on with the requests of a front end that has gone, and answers its successor."""
+    """Continues requests of a front end that has gone, and answers its successor."""
 
     def front_end_left(self, index: int) -> None:
         self._front_ends.left(index)
@@ -176,7 +176,7 @@ class GreetsOnce(FrontEndLinks):
 
 
 class BelievesOldLists(Reception):
-    """Goes on with the front ends of the first list."""
+    """Keeps using the front ends of the first list."""
 
     def _listed(
         self, epoch: int, entries: list[FrontEndEntry], now: float
@@ -185,14 +185,14 @@ class BelievesOldLists(Reception):
 
 
 class IgnoresDrain(EngineLoop):
-    """Goes on when it is asked to finish."""
+    """Keeps running when asked to drain."""
 
     def turn(self, items: Sequence[InboxItem]) -> None:
         super().turn([item for item in items if not isinstance(item, Drain)])
 
 
 class NeverTellsThatItIdles(EngineLoop):
-    """Says nothing while it has no work."""
+    """Sends nothing while it has no work."""
 
     def turn(self, items: Sequence[InboxItem]) -> None:
         self._tell_at = float("inf")
@@ -201,7 +201,7 @@ class NeverTellsThatItIdles(EngineLoop):
 
 
 class OrdersOnce(CoordinatorState):
-    """Tells engines once who the front ends are."""
+    """Sends the list of front ends to engines only once."""
 
     def _repeat_order(self, now: float) -> list[CoordinatorAction]:
         return []
@@ -211,14 +211,14 @@ class OrdersOnce(CoordinatorState):
 
 
 class AsksOnce(BlockIndex):
-    """Trusts that its questions and their answers arrive."""
+    """Assumes that its requests and their answers arrive."""
 
     def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
         return super().follow(routes, 0.0)
 
 
 class TakesSuccessorsForThem(BlockIndex):
-    """Goes on with what it knew of the process before."""
+    """Keeps what it knew of the previous process."""
 
     def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
         for route in routes:
@@ -231,7 +231,7 @@ class TakesSuccessorsForThem(BlockIndex):
 
 
 class ForgetsWhoWaitsForBlocks(BlockPort):
-    """Does not say that nothing comes any more when a connection is lost."""
+    """Does not report the end of pulls when a connection is lost."""
 
     def _lose(self, source: KvSource) -> None:
         self._links[source].pulls.clear()
@@ -239,7 +239,7 @@ class ForgetsWhoWaitsForBlocks(BlockPort):
 
 
 class WaitsForTheSilent(BlockPort):
-    """Asks an engine that has vanished until it answers."""
+    """Waits forever for an engine that has vanished."""
 
     def _take_orders(self) -> bool:
         goes_on = super()._take_orders()
@@ -250,7 +250,7 @@ class WaitsForTheSilent(BlockPort):
 
 
 class TakesWhatComes(BlockPort):
-    """Does not compare a block's content with the checksum that was sent with it."""
+    """Does not verify a block's checksum."""
 
     def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
         if found.digest:
@@ -260,7 +260,7 @@ class TakesWhatComes(BlockPort):
 
 
 class KeepsWhatNobodyReads(KvTiers):
-    """Counts blocks that were read, or came too late, as memory in use for ever."""
+    """Counts blocks that were read, or came too late, as used memory forever."""
 
     def discard(self, fetch: Fetch) -> None:
         fetch.settled = True
@@ -296,7 +296,7 @@ MUTANTS = [
 
 
 def named(parts: Parts) -> str:
-    """Name a mutant in a test's id."""
+    """Return the name of a mutant for a test's id."""
     production = Parts()
     fields: dict[str, type] = vars(parts)
     return next(c.__name__ for name, c in fields.items() if c is not getattr(production, name))

@@ -1,4 +1,4 @@
-"""Nothing is lost, whatever goes wrong: thousands of simulated fault schedules."""
+"""Nothing is lost in thousands of simulated fault schedules."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.faults.run import run_seeds
 from tests.faults.world import World
 
 SCHEDULES = 100
-"""As many as every test run can afford; `python -m tests.faults.run` runs ten thousand and more."""
+"""As many as a test run can afford; `python -m tests.faults.run` runs ten thousand and more."""
 CHUNK = 50
 
 

@@ -1,8 +1,8 @@
-"""A whole cluster in virtual time, its supervisor included, and what must be true of it.
+"""A whole cluster in virtual time, including its supervisor, and its invariants.
 
-The processes are the production state machines behind shells of a few links; what lies between
-them is `tests.faults.network`. A run ends when all requests are answered and the cluster has had
-time to come to rest.
+The processes are the production state machines behind thin shells, connected by
+`tests.faults.network`. A run ends when all requests are answered and the cluster has had time to
+settle.
 """
 
 import logging
@@ -31,21 +31,21 @@ from tests.faults.plan import LONG_CUT, Fault, Plan
 logger = logging.getLogger(__name__)
 
 LONGEST = 80.0
-"""Seconds within which every request has to be answered."""
+"""Seconds within which every request must be answered."""
 LONGEST_WAIT = 60.0
-"""Seconds more that they may take where engines keep dying and are started ever later."""
+"""Additional seconds if engines keep dying and are restarted with growing backoff."""
 RECOVERY = MAX_BACKOFF + 10.0
-"""Seconds within which everybody is there again and known to everybody, also an engine that has
-died so often that it is started again as late as can be."""
+"""Seconds within which all processes run and know each other, even with an engine at maximum
+restart backoff."""
 QUIET = 3.0
-"""Seconds that pass before it is looked at."""
+"""Seconds to wait before checking."""
 
 
 HARMLESS = {
     "slow engine", "retire engine", "reset engine and front end", "cut engine from front end",
     "halt engine",
 }  # fmt: skip
-"""Faults of engines after which none of these may be taken for dead."""
+"""Faults of engines that must not make anyone consider an engine dead."""
 
 
 UNHEARD = {
@@ -56,7 +56,7 @@ UNHEARD = {
 
 
 class Violation(Exception):
-    """Something that must never happen has happened."""
+    """An invariant was violated."""
 
 
 class World:
@@ -78,14 +78,14 @@ class World:
         self._remote: set[str] = set()
         self._retired: set[int] = set()
         self.troubled: set[int] = set()
-        """Incarnations of engines that were taken for dead at some time, rightly or not."""
+        """Incarnations of engines that were ever considered dead, rightly or not."""
         self._assigned: defaultdict[str, set[int]] = defaultdict(set)
         self._died_alone: set[str] = set()
         """Requests that ran alone on an engine when it ended."""
         self._poisoned = 0
         self._struck: set[int] = set()
-        """Incarnations of engines to which something happened, or that were given up for that,
-        and of front ends that were out of reach for so long that they may have been given up."""
+        """Incarnations of engines hit by faults, or given up because of that, and of front ends
+        that were unreachable so long that they may have been given up."""
         self._view: ClusterView | None = None
         self.hub = Hub(self, self._new_incarnation())
         for index in range(plan.front_ends):
@@ -101,15 +101,15 @@ class World:
     # -- run -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run to the end and check everything.
+        """Run to the end and check all invariants.
 
         Raises:
-            Violation: something went wrong.
+            Violation: an invariant was violated.
         """
         try:
             over = max(fault.at + fault.seconds for fault in self.plan.faults) + 0.2
             self.clock.run(over)
-            # Each poison ends one more engine than it takes to suspect it.
+            # Each poison kills one more engine than it takes to suspect it.
             poisons = sum(ask.is_poison for ask in self.plan.asks)
             trials = poisons * (CONVICTING_DEATHS - 1) * MAX_BACKOFF
             longest = LONGEST + (LONGEST_WAIT + trials if poisons else 0)
@@ -125,7 +125,7 @@ class World:
             raise Violation(str(error)) from error
 
     def _is_whole(self) -> bool:
-        """Whether everybody is there who should be, known to everybody, and without work."""
+        """Return whether all expected processes run, know each other, and have no work."""
         try:
             self._check_rest()
         except AssertionError:
@@ -150,17 +150,17 @@ class World:
         self.senders[engine.name.encode()] = engine
 
     def front_process(self, incarnation: int) -> Front:
-        """Return a front-end process, living or not."""
+        """Return a front-end process, running or not."""
         return self._all_fronts[incarnation]
 
     def engine_process(self, incarnation: int) -> Engine:
-        """Return an engine process, living or not."""
+        """Return an engine process, running or not."""
         return self._all_engines[incarnation]
 
     # -- ways to the coordinator -----------------------------------------------------------------
 
     def to_hub(self, member: Process, message: MemberMessage) -> None:
-        """Send on the registration socket; what a dead coordinator missed, its successor gets."""
+        """Send on the registration socket; a successor gets what a dead coordinator missed."""
         hub = self.hub
         if hub.alive:
             self.network.send(member, hub, "registration", hub.from_member, member, message)
@@ -172,7 +172,7 @@ class World:
             self.network.send(engine, hub, "stats", hub.handle, stats)
 
     def published(self, view: ClusterView) -> None:
-        """Note whom the coordinator has given up: nobody to whom nothing happened."""
+        """Check that the coordinator has given up only processes hit by faults."""
         before, self._view = self._view, view
         if before is None:
             return
@@ -185,14 +185,14 @@ class World:
         self.troubled |= left
 
     def view_taken(self, front: Front, before: set[tuple[int, int]]) -> None:
-        """A front end that routed to the engines `before` took a view: nobody is forgotten."""
+        """Check that a front end that had routes to `before` forgets none after a view."""
         lost = before - front.open_routes if front.incarnation not in self._struck else set()
         for engine in self._untouched() if lost else ():
             known = (engine.rank, engine.incarnation) not in lost
             assert known, f"{front.name} does not know {engine.name} any more"
 
     def _untouched(self) -> list[Engine]:
-        """Return the engines that nobody may take for gone, not even for a moment."""
+        """Return the engines that must never be considered gone, not even briefly."""
         if any(fault.kind == "lose control messages" for fault in self.plan.faults):
             return []
         return [
@@ -204,12 +204,12 @@ class World:
     # -- deaths ----------------------------------------------------------------------------------
 
     def ended(self, engine: Engine) -> None:
-        """An engine process has ended by itself."""
+        """Handle the exit of an engine process."""
         self._poisoned += not engine.is_draining
         self._kill_engine(engine)
 
     def _kill_engine(self, engine: Engine, *, with_node: bool = False) -> None:
-        """End an engine process; without its node, its connections are seen to close."""
+        """Kill an engine process; without its node, its connections are seen to close."""
         if not engine.alive:
             return
         engine.kill()
@@ -262,7 +262,7 @@ class World:
                 )
 
     def _watch(self) -> None:
-        """The supervisor looks whether steps come to an end."""
+        """Run the supervisor's check for hung steps."""
         for engine in list(self.engines.values()):
             if engine.is_overdue:
                 self._kill_engine(engine)
@@ -353,7 +353,7 @@ class World:
             self.clock.at(self.clock.now + fault.seconds + 0.1, self._subscribe_again, one)
 
     def _strike_blocks(self, engines: list[Engine], fault: Fault) -> None:
-        """Cut the way that KV blocks take from engine 0, or change them; nobody else notices."""
+        """Cut the path of KV blocks from engine 0, or corrupt them; nothing else notices."""
         prefill = self.engines.get(0)
         others = [each for each in engines if each.rank]
         if prefill is None or prefill.blocks is None or not others:
@@ -375,7 +375,7 @@ class World:
                 )
 
     def _reset(self, engine: Engine, front: Front) -> None:
-        """Break the connections between an engine and a front end; they are made again."""
+        """Break the connections between an engine and a front end; they are re-established."""
         self.network.reset(engine.name, front.name)
         for line in engine.links.values():
             if line.front is front:
@@ -383,17 +383,17 @@ class World:
                 self.clock.at(self.clock.now + 0.1, setattr, line, "up", engine.alive)
 
     def is_pinned(self, name: str) -> bool:
-        """Whether only one engine may run a request."""
+        """Return whether only one engine may run a request."""
         return self._pins[name] is not None
 
     def is_retired(self, rank: int | None) -> bool:
-        """Whether an engine is gone for good."""
+        """Return whether an engine is permanently gone."""
         return rank in self._retired
 
-    # -- what must be true -----------------------------------------------------------------------
+    # -- invariants ------------------------------------------------------------------------------
 
     def assigned(self, request: AddRequest, engine: Engine) -> None:
-        """A request was sent to an engine."""
+        """Record that a request was sent to an engine."""
         name, how = request.request_id, " to run alone" if request.alone else ""
         self._tell("%s to %s (%d)%s", name, engine.name, engine.incarnation, how)
         assert self._pins[name] in (None, engine.rank), f"{name} is sent to {engine.name}"
@@ -406,11 +406,11 @@ class World:
         self._died_alone |= {engine.alone, engine.alone_in_step}
 
     def forget_assignments(self, name: str) -> None:
-        """A request begins anew, at another front end."""
+        """Reset a request that starts over at another front end."""
         self._assigned.pop(name, None)
 
     def check_step(self, engine: Engine) -> None:
-        """Nothing may be computed for a front end that has gone, nor beside a suspect."""
+        """Check that nothing runs for a front end that has gone, or together with a suspect."""
         fronts = engine.core._front_ends
         alone = engine.core._scheduler.alone
         for entry in engine.core._scheduler._in_flight if alone else ():
@@ -419,12 +419,12 @@ class World:
             assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
-        # An engine that could not be reached may wake up with a request before it hears better.
+        # An unreachable engine may resume with a request before it is notified.
         unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
         attempts = sum(client.attempts for client in self.clients if client.ask.is_poison)
         poisons = sum(ask.is_poison for ask in self.plan.asks)
-        # One that is convicted explains deaths that another caused as well: these do not count
-        # for the other any more.
+        # A convicted request also explains deaths that another one caused: these no longer count
+        # for the other.
         explained = (poisons - 1) * (self.plan.max_resumes + 1) if poisons else 0
         most = (self.plan.max_resumes + 1 + CONVICTING_DEATHS) * attempts + unheard + explained
         assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
@@ -438,7 +438,7 @@ class World:
                 if self.is_retired(client.ask.pinned_rank):
                     assert f"engine {client.ask.pinned_rank}" in client.error, client.error
                 elif "alone" not in client.error:
-                    # An engine that keeps dying is started again ever later, or there is none.
+                    # An engine that keeps dying is restarted ever later, or there is none.
                     assert self._may_be_long_without_engines, f"{name}: {client.error}"
                 elif name not in self._died_alone:
                     deaths = len(self._assigned[name] & self.troubled)

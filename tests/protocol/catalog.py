@@ -1,4 +1,4 @@
-"""The configurations that are explored, and a command that prints what was found.
+"""The configurations that are explored, and a command that prints the results.
 
 python -m tests.protocol.catalog              the small ones, which the test suite runs
 python -m tests.protocol.catalog large        the large ones
@@ -70,20 +70,20 @@ LARGE = {
 
 
 def settles(setup: Setup) -> bool:
-    """Whether nothing may start the group once all is done.
+    """Return whether nothing may start the group once all is done.
 
-    What a coordinator did not hear before its restart may make it start the group once more.
+    Messages that a coordinator missed before its restart may make it start the group once more.
     """
     return setup.coordinator_restarts == 0
 
 
 def check(setup: Setup) -> Result:
-    """Explore one configuration, however long it takes."""
+    """Explore one configuration, without a time limit."""
     return explore(World(setup), max_states=20_000_000, settles=settles(setup))
 
 
 def main(arguments: list[str]) -> int:
-    """Explore and print one line each; return 1 if a problem was found."""
+    """Explore and print one line per configuration; return 1 if a problem was found."""
     known = SMALL | LARGE
     names = list(LARGE if arguments == ["large"] else arguments or SMALL)
     failed = False

@@ -1,8 +1,8 @@
-"""Visits every state that a system of state machines can reach, and judges what it finds.
+"""Model checker: visits every reachable state of a system of state machines.
 
-Safety: no transition may raise `Violation`. Liveness: from every reachable state one can reach a
-final state that only final states follow. So if every transition that is possible again and again
-happens at last (strong fairness), everything ends in final states, whatever the order.
+Safety: no transition may raise `Violation`. Liveness: from every reachable state a final state is
+reachable that is followed only by final states. So if every transition that is possible infinitely
+often eventually happens (strong fairness), the system ends in final states, in any order.
 """
 
 import copy
@@ -21,19 +21,19 @@ Label = tuple[Any, ...]
 
 
 class Violation(Exception):
-    """Something happened that must never happen."""
+    """A safety property was violated."""
 
 
 class System(Protocol):
-    """What can be explored."""
+    """A system to explore."""
 
     def initial(self) -> State: ...
 
     def successors(self, state: State) -> Iterable[tuple[Label, State]]:
-        """Return every transition that is possible.
+        """Return all possible transitions.
 
         Raises:
-            Violation: one of them breaks a safety property.
+            Violation: a transition violates a safety property.
         """
         ...
 
@@ -41,7 +41,7 @@ class System(Protocol):
 
 
 class Problem(NamedTuple):
-    """A property that does not hold, and the shortest way there."""
+    """A violated property, and the shortest trace to it."""
 
     kind: str
     text: str
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What an exploration found."""
+    """Results of an exploration."""
 
     states: int
     transitions: int
@@ -70,13 +70,13 @@ class Result:
 
 
 class TooLarge(Exception):
-    """The system has more states than the caller wants to wait for."""
+    """The system has more states than the caller allows."""
 
 
 def explore(system: System, *, max_states: int = 2_000_000, settles: bool = True) -> Result:
     """Visit every reachable state, breadth first.
 
-    With `settles` a final state must not be left at all; without, it may be left for a while.
+    With `settles` a final state must never be left; without, it may be left temporarily.
 
     Raises:
         TooLarge: there are more than `max_states` states.
@@ -132,7 +132,7 @@ def explore(system: System, *, max_states: int = 2_000_000, settles: bool = True
 def _judge(
     final: bytearray, sources: "array[int]", targets: "array[int]", settles: bool
 ) -> tuple[str, str, int] | None:
-    """Return (kind, text, state) of a state from which things may not end well."""
+    """Return (kind, text, state) of a state from which no good end is reachable."""
     is_final = np.frombuffer(final, dtype=np.uint8).astype(bool)
     source = np.frombuffer(sources, dtype=np.int64)
     target = np.frombuffer(targets, dtype=np.int64)
@@ -164,9 +164,9 @@ Machine = TypeVar("Machine")
 
 
 class Arena(Generic[Machine]):
-    """Production objects by number, and what each does on each event, computed once.
+    """Production objects by number, with memoized transitions.
 
-    Objects that `view` cannot tell apart are one: `view` returns what matters of an object.
+    Objects with equal `view` are identified: `view` returns the relevant state of an object.
     """
 
     def __init__(self, view: Callable[[Machine], Hashable]) -> None:
@@ -176,7 +176,7 @@ class Arena(Generic[Machine]):
         self._known: dict[tuple[int, Hashable], tuple[int, Any]] = {}
 
     def intern(self, machine: Machine) -> int:
-        """Return the number of an object, which must not be changed afterwards."""
+        """Return the number of an object, which must not be modified afterwards."""
         key = self._view(machine)
         number = self._numbers.get(key)
         if number is None:
@@ -187,9 +187,9 @@ class Arena(Generic[Machine]):
     def apply(
         self, number: int, event: Hashable, act: Callable[[Machine], Hashable]
     ) -> tuple[int, Any]:
-        """Return the object's number after `act`, and what `act` returned.
+        """Return the object's number after `act`, and the result of `act`.
 
-        `event` stands for `act`: the same event on the same object does the same.
+        `event` identifies `act`: the same event on the same object has the same effect.
         """
         key = (number, event)
         known = self._known.get(key)
@@ -201,7 +201,7 @@ class Arena(Generic[Machine]):
 
 
 def freeze(value: Any) -> Hashable:
-    """Return a hashable picture of a value and all that it holds."""
+    """Return a hashable snapshot of a value and everything it contains."""
     if value is None or isinstance(value, int | float | str | bytes | Enum):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A configuration of the protocol's world, its states as plain tuples, small changes of them."""
+"""A configuration of the protocol's world, its states as plain tuples, and small updates."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from tests.protocol.explorer import State
 
 
 class Call(NamedTuple):
-    """An operator's wish, sent to some ranks: "pause" or "resume"."""
+    """An operator's call, sent to some ranks: "pause" or "resume"."""
 
     name: str
     epoch: int | None = None
@@ -28,30 +28,30 @@ class Setup:
     """Steps that one request takes."""
     gather_interval: int = 1
     max_in_flight: int = 1
-    """Steps that a rank has launched and not landed, at most."""
+    """Maximum steps that a rank has launched and not landed."""
     foresees_ends: bool = True
-    """A rank knows which step in flight is the last of a request; else it turns out."""
+    """Whether a rank knows in advance which step in flight is the last of a request."""
     duplicates: int = 0
-    """How many notices or orders may be delivered once more than they were sent."""
+    """Maximum number of duplicate deliveries of notices or orders."""
     calls: tuple[Call, ...] = ()
-    """Operators' calls, issued in this order at any moment, without waiting for answers."""
+    """Operators' calls, issued in order at any moment, without waiting for answers."""
     coordinator_restarts: int = 0
     engine_restarts: int = 0
-    """Engines that die; the group is formed anew, and front ends send their requests again."""
+    """Engines that die; the group is formed again, and front ends resend their requests."""
     stats: bool = False
-    """Engines report their stats at any moment, and repeat start reports while they wait."""
+    """Whether engines report stats at any moment, and repeat start reports while they wait."""
     order_window: int = 1
-    """Orders on their way to one engine at most: what is older is lost when another is sent."""
+    """Maximum orders in transit to one engine: sending another drops the oldest."""
     notices: bool = True
-    """False: every notice is lost."""
+    """If False, every notice is lost."""
     drains_late: bool = False
-    """A wrong loop, which takes messages between a gather and its verdict."""
+    """A wrong loop, which handles messages between a gather and its verdict."""
     engine: type[EngineWave] = EngineWave
     coordinator: type[LockstepWave] = LockstepWave
 
     @property
     def max_wave(self) -> int:
-        """A request may cause a wave by itself and one by its notice; a call causes one."""
+        """Maximum wave: requests cause one each, and one per notice; calls cause one each."""
         forming = 1 + self.engine_restarts
         requests = self.requests * (1 + self.notices) * (1 + self.engine_restarts)
         calls = len(self.calls) * self.engines
@@ -59,44 +59,44 @@ class Setup:
 
 
 class Rank(NamedTuple):
-    """One engine in a state of the world."""
+    """State of one engine."""
 
     wave: int
     """Number of its `EngineWave`."""
     work: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of each request: its steps left, and whether each of the steps in flight is one of them."""
+    """Per request: its steps left, and for each step in flight whether it is one of them."""
     flying: tuple[int, ...] = ()
-    """Tags of the steps in flight, the oldest first."""
+    """Tags of the steps in flight, oldest first."""
     newest: int = -1
-    """Tag of the newest step that it has launched; -1 where that says nothing any more."""
+    """Tag of the newest step launched; -1 if irrelevant."""
     inside: Any = None
-    """What it waits for: ("gather", row), ("step", tag, whether it drains then), ("join", topology)
-    """
+    """What it waits for: ("gather", row), ("step", tag, whether it then drains), ("join",
+    topology)"""
     orders: tuple[tuple[int, ...], ...] = ()
     reports: tuple[tuple[Any, ...], ...] = ()
     calls: tuple[Call, ...] = ()
 
 
 class Front(NamedTuple):
-    """One front end in a state of the world."""
+    """State of one front end."""
 
     router: int
     """Number of its `Router`."""
     views: tuple[tuple[Any, ...], ...] = ()
     sent: tuple[tuple[int, ...], ...] = ()
-    """By rank: waves stamped on the requests on their way there."""
+    """By rank: waves stamped on requests in transit."""
 
 
 class Hub(NamedTuple):
-    """The coordinator in a state of the world."""
+    """State of the coordinator."""
 
     state: int
     notices: tuple[tuple[int, int], ...] = ()
-    """(rank, wave) of each on its way."""
+    """(rank, wave) of each notice in transit."""
 
 
 class Rest(NamedTuple):
-    """What is still to come, and what is done."""
+    """Remaining and completed work."""
 
     unsent: int
     done: int = 0
@@ -108,24 +108,24 @@ class Rest(NamedTuple):
     """Number of the newest group that was ordered."""
 
 
-# -- small changes of a state --------------------------------------------------------------------
+# -- small updates -------------------------------------------------------------------------------
 
 
 def launched(rank: Rank, tag: int) -> Rank:
-    """Return the rank with one more step in flight, which each request with steps left has."""
+    """Return the rank with one more step in flight, used by each request with steps left."""
     work = [(left, (*flags, int(left > sum(flags)))) for left, flags in rank.work]
     return rank._replace(work=tuple(sorted(work)), flying=(*rank.flying, tag), newest=tag)
 
 
 def landed(rank: Rank) -> tuple[Rank, int]:
-    """Return the rank without its oldest step in flight, and how many requests that has ended."""
+    """Return the rank without its oldest step in flight, and the number of requests it ended."""
     work = [(left - flags[0], flags[1:]) for left, flags in rank.work]
     kept = tuple(sorted(each for each in work if each[0]))
     return rank._replace(work=kept, flying=rank.flying[1:]), len(work) - len(kept)
 
 
 def given_up(rank: Rank) -> Rank:
-    """Return the rank without steps in flight: what they had of requests is computed again."""
+    """Return the rank without steps in flight, whose work will be recomputed."""
     work = tuple(sorted((left, ()) for left, _ in rank.work))
     return rank._replace(work=work, flying=(), newest=-1)
 
@@ -146,7 +146,7 @@ def with_rank(state: State, number: int, rank: Rank) -> State:
 def with_front(state: State, index: int, front: Front) -> State:
     ranks, hub, fronts, rest = state
     if not rest.unsent:
-        # What a front end has seen decides about nothing any more.
+        # A front end's views no longer matter.
         front = front._replace(router=0, views=())
         fronts = tuple(each._replace(router=0, views=()) for each in fronts)
     return (ranks, hub, tuple(sorted(put(fronts, index, front))), rest)
@@ -158,6 +158,6 @@ def less_duplicates(state: State) -> State:
 
 
 def add_orders(rank: Rank, orders: tuple[tuple[int, ...], ...], window: int) -> Rank:
-    # A second copy of an order that is still on its way is the same as one copy.
+    # A second copy of an order in transit is equivalent to one.
     others = tuple(order for order in rank.orders if order not in orders)
     return rank._replace(orders=(others + orders)[-window:])

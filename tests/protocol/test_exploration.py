@@ -1,7 +1,7 @@
-"""The production state machines keep the wave protocol's promises in every reachable state.
+"""The production state machines satisfy the wave protocol's properties in every state.
 
-Safety: nobody enters a collective that a peer will not join; waves never go back; requests and
-calls cause as many waves as they should and no more.
+Safety: no rank enters a collective that a peer will not join; waves never go back; requests and
+calls cause exactly the expected number of waves.
 Liveness: from every state all accepted requests finish, and the group ends paused.
 """
 

@@ -1,7 +1,7 @@
-"""The explorer finds bugs: each of these protocols has one, and is not let through.
+"""The explorer finds bugs: each of these protocols has one, and is detected.
 
-Every mutant is the production machine with one rule broken, explored in the smallest
-configuration in which that rule matters; the unbroken machine passes there.
+Every mutant is the production machine with one rule broken, explored in the smallest configuration
+in which that rule matters; the original machine passes there.
 """
 
 import re
@@ -37,7 +37,7 @@ RESUME = Call("resume", 2)
 
 
 class RunningByOrder(LockstepWave):
-    """Believes that the group runs because it was told to."""
+    """Assumes that the group runs because it was ordered to."""
 
     def notice(self, notice: WakeUp) -> bool:
         news = super().notice(notice)
@@ -64,14 +64,14 @@ class OrderOnce(LockstepWave):
 
 
 class OneStarterIsEnough(LockstepWave):
-    """Takes the first engine that runs for the whole group."""
+    """Treats the first running engine as the whole group."""
 
     def _needs_order(self) -> bool:
         return len(self._started) < 2 if self.running else super()._needs_order()
 
 
 class CompletesAnyWave(LockstepWave):
-    """Takes every wave_complete for the end of the present wave."""
+    """Treats every wave_complete as the end of the current wave."""
 
     def report(self, report: StartWave | WaveComplete) -> bool:
         news = super().report(report)
@@ -81,7 +81,7 @@ class CompletesAnyWave(LockstepWave):
 
 
 class FollowsTheLastReport(LockstepWave):
-    """Takes the wave of whatever report came last."""
+    """Adopts the wave of whichever report came last."""
 
     def report(self, report: StartWave | WaveComplete) -> bool:
         ended = isinstance(report, WaveComplete)
@@ -98,7 +98,7 @@ class WakesForOldNotices(LockstepWave):
 
 
 class ForgetsHolds(LockstepWave):
-    """Does not know that a group is held. Held engines know it themselves, so no harm is done."""
+    """Ignores that a group is held. Held engines know it themselves, so this is harmless."""
 
     def _is_held(self) -> bool:
         return False
@@ -108,7 +108,7 @@ class ForgetsHolds(LockstepWave):
 
 
 class WaitsForTheOrder(EngineWave):
-    """Asks for the group but does not start itself, and is the one that orders exclude."""
+    """Requests a start but does not start itself, and is the one that orders exclude."""
 
     asked = False
 
@@ -136,14 +136,14 @@ class IgnoresStaleRequests(EngineWave):
 
 
 class LeavesWakingToFrontEnds(EngineWave):
-    """Starts with its request, but tells nobody: the front end's notice is to wake the others."""
+    """Starts with its request, but reports nothing: the front end's notice must wake the others."""
 
     def _report_start(self) -> None:
         pass
 
 
 class StartsOnArrivalOnly(EngineWave):
-    """Looks at a request when it arrives, not at what it holds."""
+    """Checks a request when it arrives, not the requests that it holds."""
 
     arrived = False
 
@@ -164,7 +164,7 @@ class PausesAlone(EngineWave):
 
 
 class SkipsDummySteps(EngineWave):
-    """Sits out the steps for which it has no work."""
+    """Skips the steps for which it has no work."""
 
     def next_action(self, has_work: bool, load: RankState) -> Action:
         action = super().next_action(has_work, load)
@@ -189,14 +189,14 @@ class GathersByOwnCount(EngineWave):
 
 
 class ObeysBackwards(EngineWave):
-    """Goes to whatever wave an order or a request names."""
+    """Adopts whatever wave an order or a request names."""
 
     def _adopt(self, wave: int) -> None:
         self.wave = wave
 
 
 class ObeysOldOrders(EngineWave):
-    """Starts for orders of waves that are over."""
+    """Starts on orders of waves that are over."""
 
     def start_ordered(self, order: StartDpWave) -> None:
         wave = max(order.wave, self.wave)
@@ -204,7 +204,7 @@ class ObeysOldOrders(EngineWave):
 
 
 class HoldsAlone(EngineWave):
-    """Is held as soon as it is asked, without asking the others."""
+    """Is held as soon as requested, without agreement of the others."""
 
     def pause_requested(self, epoch: int | None = None) -> None:
         super().pause_requested(epoch)
@@ -230,7 +230,7 @@ class OrdersEndHolds(EngineWave):
 
 
 class ResumesAlone(EngineWave):
-    """Resumes without telling the others which operation that was."""
+    """Resumes without reporting which operation that was."""
 
     def _report_start(self) -> None:
         told, self.hold_epoch = self.hold_epoch, 0
@@ -251,7 +251,7 @@ class ResumesByItsOwnState(EngineWave):
 
 
 class StaysInALostGroup(EngineWave):
-    """Tries the collective that failed again instead of waiting for another group."""
+    """Retries the failed collective instead of waiting for another group."""
 
     def group_lost(self) -> None:
         self._loads = None
@@ -259,7 +259,7 @@ class StaysInALostGroup(EngineWave):
 
 
 class KeepsItsCount(EngineWave):
-    """Counts collectives on from what they were in the group before."""
+    """Continues the count of collectives of the previous group."""
 
     def regroup(self, topology: int, **changes: Any) -> None:
         tag, step = self._tag, self.step
@@ -268,7 +268,7 @@ class KeepsItsCount(EngineWave):
 
 
 class SkipsForming(EngineWave):
-    """Goes on in a new group without the gather that brings the clocks together."""
+    """Continues in a new group without the gather that synchronizes the clocks."""
 
     def regroup(self, topology: int, **changes: Any) -> None:
         was_running = self.step > 0 or self._tag > 0
@@ -277,7 +277,7 @@ class SkipsForming(EngineWave):
 
 
 class StartsWithoutAGroup(EngineWave):
-    """Obeys orders to start while it is in no group, and takes the next one for running."""
+    """Follows start orders while it is in no group, and considers the next one running."""
 
     def start_ordered(self, order: StartDpWave) -> None:
         self._ordered = self.phase is Phase.APART
@@ -291,7 +291,7 @@ class StartsWithoutAGroup(EngineWave):
 
 
 class PausesBeforeLanding(EngineWave):
-    """Ends a wave as soon as the table says so, whatever is in flight."""
+    """Ends a wave as soon as the table allows it, regardless of steps in flight."""
 
     def gathered(self, table: Sequence[Sequence[int]]) -> None:
         in_flight, self._in_flight = self._in_flight, 0
@@ -324,7 +324,7 @@ class OverlapsOnRank0Only(EngineWave):
 
 
 class SettlesAlone(EngineWave):
-    """Launches no further step when it has no work itself and one is in flight."""
+    """Launches no further step if it has no work and one is in flight."""
 
     def gathered(self, table: Sequence[Sequence[int]]) -> None:
         own = table[self._rank]
@@ -332,7 +332,7 @@ class SettlesAlone(EngineWave):
 
 
 class KeepsItsSteps(EngineWave):
-    """Waits in a new group for steps that were launched in the one before."""
+    """Waits in a new group for steps that were launched in the previous one."""
 
     def group_lost(self) -> None:
         in_flight = self._in_flight
@@ -360,8 +360,8 @@ OVERLAPPED_REPLACED = replace(OVERLAPPED, engine_restarts=1)
 
 HANG, LONER, STALE, RESTLESS = "no way to the end", "enters", "goes back", "waves for|left again"
 EARLY, UNKNOWN = "ends with steps in flight", "has not launched"
-"""What is found: a request that never ends, a rank alone in a collective, a wave that goes back,
-and waves that nobody needs; a wave that ends too early, and a step that is not there."""
+"""Expected findings: a request that never ends, a rank alone in a collective, a wave that goes
+back, unneeded waves, a wave that ends too early, and a step that was never launched."""
 
 COORDINATORS = [
     (RunningByOrder, NOTICED, HANG),
@@ -402,12 +402,12 @@ CONFIGURATIONS = {
     "repeated": REPEATED, "held once": HELD_ONCE, "noticed while held": NOTICED_WHILE_HELD,
     "resumed at one rank": RESUMED_AT_ONE, "late drain": LATE_DRAIN,
 }  # fmt: skip
-"""Where mutants are shown and the suite explores nothing larger: `tests.protocol.catalog` has the
-other setups, or the same with more requests, orders or notices."""
+"""Setups in which mutants are detected and the suite explores nothing larger:
+`tests.protocol.catalog` has the others, or the same with more requests, orders or notices."""
 
 
 def named(value: object) -> str:
-    """Name a mutant in a test's id, and nothing else."""
+    """Return the name of a mutant for a test's id."""
     return value.__name__ if isinstance(value, type) else ""
 
 

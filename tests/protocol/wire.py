@@ -1,4 +1,4 @@
-"""Messages of the protocol as plain tuples, and pictures of production objects to compare."""
+"""Protocol messages as plain tuples, and comparable snapshots of production objects."""
 
 from itertools import count
 from typing import Any
@@ -21,8 +21,8 @@ from tests.protocol.explorer import freeze
 from tests.protocol.situation import Call
 
 _TAG_CYCLE = 4
-"""Ranks are never more than one collective apart, so a tag may be counted in a small circle, and in
-a larger one where each may have several steps in flight."""
+"""Ranks are never more than one collective apart, so tags can wrap around quickly, or a little
+later if each rank can have several steps in flight."""
 
 _versions = count(1)
 

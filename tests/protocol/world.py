@@ -1,20 +1,19 @@
 """A whole lockstep cluster as one explorable system: the production state machines, no sockets.
 
 Engines run `EngineWave` behind a minimal queue, the coordinator is `CoordinatorState`, front ends
-are `Router`. What lies between them is modelled as weakly as the sockets are:
+are `Router`. The channels between them are modelled with the sockets' guarantees:
 
-- requests: first in, first out for each front end and engine, never lost
-- reports to the coordinator: first in, first out for each engine, lost only when it restarts
-- views: first in, first out; a front end reads them when it likes
-- notices and orders: lost, delayed, reordered, and as often as `duplicates` says, repeated
+- requests: FIFO per front end and engine, never lost
+- reports to the coordinator: FIFO per engine, lost only when it restarts
+- views: FIFO; a front end reads them at any time
+- notices and orders: lost, delayed, reordered, and duplicated up to `duplicates` times
 - operators' calls: never lost, in any order
 
-A collective is what it is: a rank that enters waits until all ranks of the group are in the same
-one. Ranks then leave it at once; that one could leave later changes nothing for anybody else,
-because a rank inside takes no messages. Of a step it waits for the end only, when it lands: that
-comes once all have launched the step, and, where steps overlap, at any time from then on. All
-requests are alike, and so are front ends, so states are told apart by counts and with the front
-ends sorted.
+A collective is synchronous: a rank that enters waits until all ranks of the group are in the same
+one. Ranks then leave it at once; leaving later would make no difference to others, because a rank
+inside handles no messages. A step is waited for only when it lands: that is possible once all have
+launched it, and, if steps overlap, at any time from then on. All requests are equivalent, and so
+are front ends, so states are distinguished by counts, with the front ends sorted.
 """
 
 from collections.abc import Iterator
@@ -93,7 +92,7 @@ class World:
     # -- System ----------------------------------------------------------------------------------
 
     def initial(self) -> State:
-        """A group that has just been formed, an empty coordinator's first view at the front."""
+        """A group that has just been formed, with an empty coordinator's first view in transit."""
         setup = self.setup
         ranks = tuple(
             Rank(self.engines.intern(self._new_engine(rank))) for rank in range(setup.engines)
@@ -167,9 +166,9 @@ class World:
         )
 
     def _restart_engine(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
-        """Replace a rank, wherever it is; what was sent to the dead one is sent again.
+        """Replace a rank, in any state; messages to the dead one are resent.
 
-        In the last moment of a collective some of the others may still complete it.
+        At the last moment of a collective, some of the others may still complete it.
         """
         yield ("engine restarts", number), self._replaced(state, number)
         if state[0][number].inside is not None:
@@ -192,7 +191,7 @@ class World:
                 yield label, self._replaced(after, number)
 
     def _leave_collective(self, state: State, number: int, table: tuple[Any, ...]) -> State:
-        """Let one rank out of a collective that it has completed."""
+        """Let one rank leave a collective that it has completed."""
         rank = state[0][number]
         if rank.inside[0] == "gather":
             return with_rank(state, number, self._return_from_gather(rank, table))
@@ -219,13 +218,13 @@ class World:
         return (ranks, hub._replace(state=hub_state), fronts, rest)
 
     def _regroup(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
-        """A rank leaves a group that is superseded, wherever it is, or goes to meet the next."""
+        """Let a rank leave a superseded group, in any state, or join the next one."""
         rank, newest = state[0][number], state[3].topology
         wave = self.engines.objects[rank.wave]
         if wave.topology == newest:
             return
         if wave.phase is not Phase.APART:
-            # Some of the steps in flight may be over, the others are given up.
+            # Some of the steps in flight may be over; the others are given up.
             while True:
                 rank = state[0][number]
                 left, _ = self._apply(rank, "lost", lambda e: e.group_lost())
@@ -243,7 +242,7 @@ class World:
             yield ("give up", number), with_rank(state, number, rank._replace(inside=None))
 
     def _apply(self, rank: Rank, event: Any, act: Any) -> tuple[Rank, Any]:
-        """Let a rank's `EngineWave` act, and put its reports on their way."""
+        """Let a rank's `EngineWave` act, and send its reports."""
 
         def run(engine: EngineWave) -> Any:
             wave = engine.wave
@@ -265,7 +264,7 @@ class World:
         return self._apply(rank, ("act", has_work), lambda e: e.next_action(has_work, _LOAD))
 
     def _enter(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
-        """Let a rank do what its loop does next, if it waits for nobody."""
+        """Let a rank do what its loop does next, if it is not waiting."""
         if state[0][number].inside is not None:
             if self.setup.max_in_flight > 1 and self._may_land(state[0], number):
                 yield ("land", number), self._complete(self._land(state, number))
@@ -280,7 +279,7 @@ class World:
         yield ("enter", number, rank.inside), self._complete(state)
 
     def _go_on(self, rank: Rank) -> Rank:
-        """Return the rank where it waits for others, or for messages."""
+        """Advance the rank until it waits for others, or for messages."""
         while True:
             rank, action = self._act(rank)
             match action:
@@ -301,18 +300,18 @@ class World:
         return launched(rank, tag)
 
     def _has_launched(self, rank: Rank, tag: int) -> bool:
-        """Whether a rank has launched the step with this tag, maybe others after it."""
+        """Return whether a rank has launched the step with this tag, possibly with later ones."""
         cycle = tag_cycle(self.setup.max_in_flight)
         return rank.newest >= 0 and (rank.newest - tag) % cycle < cycle // 2
 
     def _check_company(self, ranks: tuple[Rank, ...], number: int) -> None:
-        """Check that no rank waits for one that waits for it, or for one that will not come."""
+        """Check that no ranks wait for each other, or for one that will not come."""
         own = self.engines.objects[ranks[number].wave]
         kind, what = ranks[number].inside[:2]
         where = f"{kind} {own._tag if kind == 'gather' else what}"
         waves = [self.engines.objects[rank.wave] for rank in ranks]
         if any(w.phase is Phase.APART or w.topology != own.topology for w in waves):
-            return  # a member has died or left: whatever they are in fails
+            return  # a member has died or left: the collective fails
         for peer_number, peer in enumerate(ranks):
             wave = self.engines.objects[peer.wave]
             if peer_number == number:
@@ -335,7 +334,7 @@ class World:
                 )
 
     def _may_land(self, ranks: tuple[Rank, ...], number: int) -> bool:
-        """Whether the step that a rank waits for can be over: all of its group have launched it."""
+        """Return whether a rank's awaited step can be over: all of its group have launched it."""
         inside = ranks[number].inside
         if inside is None or inside[0] != "step":
             return False
@@ -345,7 +344,7 @@ class World:
         return all(self._has_launched(rank, inside[1]) for rank in ranks)
 
     def _land(self, state: State, number: int) -> State:
-        """Let one rank take the result of its oldest step, up to where it takes messages."""
+        """Let one rank land its oldest step, up to where it handles messages."""
         rank, rest = state[0][number], state[3]
         drains = rank.inside[2]
         rank, _ = self._apply(rank, "landed", lambda e: e.landed())
@@ -362,7 +361,7 @@ class World:
         return state
 
     def _complete(self, state: State) -> State:
-        """Let ranks out of a collective that all are in, up to where they take messages."""
+        """Let ranks leave a collective that all are in, up to where they handle messages."""
         while all(rank.inside is not None for rank in state[0]):
             ranks = state[0]
             kind, what = ranks[0].inside[:2]
@@ -394,9 +393,9 @@ class World:
         return state
 
     def _check_ended(self, ranks: tuple[Rank, ...]) -> None:
-        """Check that nobody computes any more when a wave has ended."""
+        """Check that no rank computes after a wave has ended."""
         if self.setup.max_in_flight == 1:
-            return  # a rank alone in a step is found by where the others are
+            return  # other checks detect a rank alone in a step
         rests = (Phase.PAUSED, Phase.HELD)
         at_rest = any(self.engines.objects[rank.wave].phase in rests for rank in ranks)
         if at_rest and any(rank.flying for rank in ranks):
@@ -410,7 +409,7 @@ class World:
         return rank._replace(inside=None)
 
     def _take(self, state: State, number: int) -> Iterator[tuple[Label, State]]:
-        """Take one message that has arrived."""
+        """Let a rank handle one message that has arrived."""
         before = state[0][number]
         for order in before.orders:
             yield from self._take_order(state, number, order)
@@ -459,7 +458,7 @@ class World:
     # -- coordinator -----------------------------------------------------------------------------
 
     def _new_hub(self, epoch: int, waves: list[int]) -> tuple[int, tuple[Any, ...]]:
-        """Return a coordinator that all engines have registered with, and its view."""
+        """Return a coordinator with all engines registered, and its view."""
         state = CoordinatorState(
             CoordinatorParameters(
                 epoch=epoch, front_publish="", back_publish="", back_output="",
@@ -477,7 +476,7 @@ class World:
         return self.hubs.intern(state), view_key(state)
 
     def _tell(self, state: State, key: Any, event: Event | None) -> State:
-        """Give the coordinator an event (None: the time of its next order) and do what it says."""
+        """Pass the coordinator an event (None: its next order is due); perform its actions."""
 
         def run(hub: CoordinatorState) -> Any:
             wave = hub._wave.wave
@@ -568,7 +567,7 @@ class World:
         return front._replace(router=number)
 
     def _send(self, state: State, index: int) -> Iterator[tuple[Label, State]]:
-        """Send a request anywhere, after reading none, some or all of the views that came."""
+        """Send a request anywhere, after reading none, some or all of the views in transit."""
         ranks, hub, fronts, rest = state
         front = fronts[index]
         while True:

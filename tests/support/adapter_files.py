@@ -1,4 +1,4 @@
-"""Writes adapters with random matrices, in PEFT's format and without its library."""
+"""Writes adapters with random matrices in PEFT's format, without its library."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from engine.models.hf_config import read_spec
 from engine.shared.config import BUNDLED_MODEL
 
 SIZE = 0.05
-"""Of the numbers in the matrices, at most."""
+"""Maximum absolute value of matrix elements."""
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -25,7 +25,7 @@ def write_adapter(
     config: dict[str, Any] | None = None,
     model: Path = BUNDLED_MODEL,
 ) -> Path:
-    """Write an adapter of a model; `config` has keys beside the necessary ones."""
+    """Write an adapter of a model; `config` has additional keys."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **(config or {})}
     (directory / "adapter_config.json").write_text(json.dumps(settings))

@@ -1,11 +1,11 @@
-"""Certificates of this machine's own address, signed by themselves."""
+"""Self-signed certificates for this machine's own address."""
 
 import subprocess
 from pathlib import Path
 
 
 def make_certificate(certificate: Path, key: Path) -> None:
-    """Write a certificate and its key, on a curve: one of RSA takes a second."""
+    """Write a certificate and its EC key; generating an RSA key takes a second."""
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
          "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",

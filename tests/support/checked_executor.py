@@ -1,7 +1,7 @@
-"""A simulated executor that finds reads and writes of the KV memory that a plan should not make.
+"""A simulated executor that detects wrong reads and writes of KV memory by plans.
 
-Its memory holds (token or part of an image, position) in place of keys and values. Before each row
-it compares what attention would read with what it ought to read.
+Its memory holds (token or part of an image, position) instead of keys and values. Before each row
+it compares what attention would read with the expected contents.
 """
 
 import struct
@@ -15,18 +15,18 @@ from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import EngineConfig
 
 NOT_HERE = -1
-"""Stands for a block that was behind the window when its sequence came."""
+"""Placeholder for a block that was behind the window when its sequence started."""
 
 Content = int | tuple[bytes, int]
 """A token, or a part of an image."""
 
 
 class CheckedExecutor(SimulatedExecutor):
-    """Costs time proportional to the context of every row.
+    """A simulated executor with checked KV memory.
 
     Args:
-        eos_token_ids: reported to the scheduler; drawn like any other token.
-        cache_windows: for each group of layers how far back its tokens attend.
+        eos_token_ids: reported to the scheduler; sampled like any other token.
+        cache_windows: attention window of each layer group.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class CheckedExecutor(SimulatedExecutor):
         self._shape = self.info.num_kv_blocks, config.cache.block_size
         self._memory = _Memory(*self._shape)
         self._blocks: dict[int, list[list[int]]] = {}
-        """Of each slot, by group of layers."""
+        """Block tables of each slot, by layer group."""
         self._images: dict[int, list[SlotImage]] = {}
         self._encoded: set[bytes] = set()
-        """The images that are kept encoded."""
+        """Digests of the cached images."""
 
     def submit(self, plan: BatchPlan) -> PendingResult:
         """Run a step.
 
         Raises:
-            AssertionError: the plan would read or overwrite the wrong things.
+            AssertionError: the plan would read or overwrite wrong contents.
         """
         return _Checked(super().submit(plan), plan.step, self._memory)
 
     def sleep(self, level: int) -> None:
-        """Forget everything in the KV memory, too."""
+        """Also drop all contents of the KV memory."""
         super().sleep(level)
         self._encoded.clear()
         assert not self._memory.slots_in_flight, "a step in flight uses the memory"
         self._memory = _Memory(*self._shape)
 
     def read_block(self, block_id: int) -> bytes:
-        """Return what a block holds, without images."""
+        """Return a block's contents; images are not supported."""
         return self._memory.read_block(block_id)
 
     def write_block(self, block_id: int, content: bytes) -> None:
-        """Replace what a block holds by what another one held."""
+        """Overwrite a block with the contents of another."""
         self._memory.write_block(block_id, content)
 
     def _apply_changes(self, plan: BatchPlan) -> None:
@@ -90,7 +90,7 @@ class CheckedExecutor(SimulatedExecutor):
             block_ids += added.block_ids
 
     def _run(self, plan: BatchPlan) -> BatchResult:
-        """Read before any write: a row must not depend on what another row of the step computes."""
+        """Read before any write: a row must not depend on other rows of the same step."""
         assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
         rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
         for slot, start, count, sample in rows:
@@ -111,7 +111,7 @@ class CheckedExecutor(SimulatedExecutor):
         return super()._run(plan)
 
     def _contents(self, slot: int, begin: int, end: int) -> list[Content]:
-        """Return what a sequence has at positions."""
+        """Return the expected contents of a sequence at positions `begin` to `end` - 1."""
         found: list[Content] = [*self._slots[slot].token_ids[begin:end]]
         for image in self._images[slot]:
             for at in range(max(begin, image.position), min(end, image.end)):
@@ -120,7 +120,7 @@ class CheckedExecutor(SimulatedExecutor):
 
 
 class _Checked:
-    """A step whose writes are over when its result has been fetched."""
+    """A step whose writes are complete once its result has been fetched."""
 
     def __init__(self, pending: PendingResult, step: int, memory: "_Memory") -> None:
         self._pending = pending
@@ -134,7 +134,7 @@ class _Checked:
 
 
 class _Memory:
-    """It knows which step in flight writes what."""
+    """KV memory that tracks which step in flight writes which block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -144,7 +144,7 @@ class _Memory:
         self._writers: dict[int, tuple[int, int]] = {}
 
     def read(self, block_ids: list[int], begin: int, expected: list[Content]) -> None:
-        """Compare the context of a row, from position `begin` on, with what it ought to be."""
+        """Compare the context of a row, from position `begin` on, with the expected contents."""
         size, end = self._block_size, begin + len(expected)
         for index in range(begin // size, -(-end // size)):
             first, after = max(begin, index * size), min(end, (index + 1) * size)
@@ -182,6 +182,6 @@ class _Memory:
         self._positions[block_id][:] = values[self._block_size :]
 
     def done(self, step: int) -> None:
-        """The result of a step has been fetched."""
+        """Record that the result of a step has been fetched."""
         self._writers = {b: entry for b, entry in self._writers.items() if entry[0] > step}
         self.slots_in_flight = {s: last for s, last in self.slots_in_flight.items() if last > step}

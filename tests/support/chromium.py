@@ -1,7 +1,7 @@
-"""Drives a headless Chromium over its debugging pipe, to look at pages as users do.
+"""Drives a headless Chromium over its debugging pipe, to test pages as users see them.
 
-The commands are those of the Chrome DevTools Protocol, sent as JSON with a zero byte behind each
-over file descriptors 3 and 4 of the browser: no port is opened.
+Commands of the Chrome DevTools Protocol are sent as zero-terminated JSON over file descriptors 3
+and 4 of the browser: no port is opened.
 """
 
 import json
@@ -29,17 +29,17 @@ os.dup2(read, 3)
 os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Moves the pipes to the numbers that the browser expects and becomes it."""
+"""Moves the pipes to the descriptors that the browser expects, then executes it."""
 
 _POLL_SECONDS = 0.05
 
 
 class BrowserError(Exception):
-    """The browser did not start, did not answer, or a script failed in it."""
+    """The browser did not start or respond, or a script failed in it."""
 
 
 def find() -> str | None:
-    """Return the path of a Chromium, None if none is installed."""
+    """Return the path of a Chromium; None if none is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -53,7 +53,7 @@ class Browser:
 
     def __init__(self, program: str) -> None:
         self.console: list[str] = []
-        """What the page wrote to its console or was refused, e.g. by its security policy."""
+        """Console messages of the page, and what its security policy etc. blocked."""
         self._program = program
         self._last_id = 0
         self._session: str | None = None
@@ -94,13 +94,13 @@ class Browser:
         return self
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a page with a viewport of this size and a preference of colours.
+        """Load a page with this viewport size and colour scheme.
 
-        The one before is left first: what it still has to say, of a server that has gone, say, is
-        not in the console of the next.
+        The previous page is left first, so that its late messages, e.g. about a stopped server, do
+        not appear in the new page's console.
 
         Raises:
-            BrowserError: it does not load.
+            BrowserError: the page does not load.
         """
         self._call("Page.navigate", {"url": "about:blank"})
         self.wait_until("location.href === 'about:blank'")
@@ -118,7 +118,7 @@ class Browser:
         """Return the value of a JavaScript expression in the page.
 
         Raises:
-            BrowserError: it threw.
+            BrowserError: the expression threw an exception.
         """
         answer = self._call(
             "Runtime.evaluate",
@@ -129,7 +129,7 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, text: str) -> None:
-        """Press and release the keys of a text where the focus is; "\\r" is Enter."""
+        """Type a text at the focused element; "\\r" is Enter."""
         for character in text:
             pressed = {"text": character, "key": "Enter" if character == "\r" else character}
             if character == "\r":
@@ -141,7 +141,7 @@ class Browser:
         """Wait until a JavaScript expression is true.
 
         Raises:
-            BrowserError: it was not within `timeout` seconds.
+            BrowserError: it was not true within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not self.run(script):

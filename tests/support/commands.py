@@ -1,4 +1,4 @@
-"""The `swell` command, run as people run it."""
+"""The `swell` command, run as users run it."""
 
 import subprocess
 import sys
@@ -11,18 +11,18 @@ from tests.support.process_logs import ProcessLog
 from tests.support.waiting import PATIENCE
 
 SWELL = str(Path(sys.executable).with_name("swell"))
-"""The path of the installed command."""
+"""Path of the installed command."""
 
 
 def run_swell(*arguments: str, timeout: float = 3 * PATIENCE) -> subprocess.CompletedProcess[str]:
-    """Run a command that ends by itself."""
+    """Run a command that exits by itself."""
     return subprocess.run(
         [SWELL, *arguments], capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
 def start_swell(*arguments: str) -> "subprocess.Popen[bytes]":
-    """Start a command; what it prints is shown if the test fails."""
+    """Start a command; its output is shown if the test fails."""
     log = ProcessLog(" ".join(arguments))
     log.process = subprocess.Popen(
         [SWELL, *arguments],
@@ -34,7 +34,7 @@ def start_swell(*arguments: str) -> "subprocess.Popen[bytes]":
 
 
 def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask processes to end, those started last first, and kill those that do not."""
+    """Terminate processes in reverse order of start, and kill those that do not exit."""
     for process in reversed(processes):
         process.terminate()
     for process in processes:
@@ -47,7 +47,7 @@ def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 @contextmanager
 def swell(*arguments: str, ends_within: float = PATIENCE) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a command that has to end in order when it is asked to, unless it has ended before."""
+    """Run a command that must exit cleanly when terminated, unless it exits earlier."""
     process = start_swell(*arguments)
     try:
         yield process
@@ -60,13 +60,13 @@ def swell(*arguments: str, ends_within: float = PATIENCE) -> Iterator["subproces
 
 @contextmanager
 def coordinator(directory: Path, *flags: str, host: str = "127.0.0.1") -> Iterator[tuple[str, ...]]:
-    """Run a coordinator on TCP; the flags with which others find it.
+    """Run a coordinator on TCP; yield the flags with which others connect to it.
 
-    It listens on four ports from the one that is named there on; the next one answers its probes.
+    It listens on four consecutive ports; the next one serves its health probes.
 
     Args:
-        directory: where the key of the cluster is kept.
-        flags: of the coordinator and of all who join it.
+        directory: directory for the cluster key.
+        flags: flags of the coordinator and of all members.
     """
     key = directory / "cluster.key"
     key.write_text("a secret of these tests")

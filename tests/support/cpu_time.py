@@ -1,7 +1,7 @@
-"""Bounds on the CPU time of a piece of work, on machines that do other work too.
+"""Bounds on the CPU time of a piece of work, on machines with other load.
 
-What else runs only ever adds to a measurement: the least of several counts, and the first that is
-short enough ends them. Other work comes and goes, so there is a pause before each further one.
+Other load only ever adds to a measurement, so the minimum of several counts, and the first one
+below the bound ends the measurement. Since load varies, pauses precede repetitions.
 """
 
 import gc
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 ATTEMPTS = 30
-"""So often something is measured at least before it is called slow."""
+"""Minimum number of attempts before work is considered slow."""
 MAX_TOTAL = 60.0
-"""CPU seconds after which nothing is measured again."""
+"""CPU seconds after which no attempt is made."""
 PATIENCE = 30.0
-"""Seconds after which nothing is measured again that was often enough."""
+"""Seconds after which no attempt beyond `ATTEMPTS` is made."""
 LONGEST_PAUSE = 0.5
-"""Seconds before another measurement: what made one slow may be over then."""
+"""Maximum seconds between attempts, to let other load pass."""
 MAX_GROWTH = 3.0
 """Maximum growth of the time when the input doubles; 4 would be quadratic."""
 
@@ -28,7 +28,7 @@ Work = Callable[[], object]
 def cpu_seconds(work: Work) -> float:
     """Return the CPU seconds that this process spends on a piece of work.
 
-    No garbage is collected meanwhile: that would cost what all other tests have left behind.
+    Garbage collection is disabled meanwhile, since it would depend on all other tests.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -42,7 +42,7 @@ def cpu_seconds(work: Work) -> float:
 
 
 def takes_less_than(most: float, work: Work) -> None:
-    """Fail if a piece of work takes as many CPU seconds each time."""
+    """Fail if every attempt takes at least `most` CPU seconds."""
     least = math.inf
     for _ in _attempts():
         least = min(least, cpu_seconds(work))
@@ -52,10 +52,10 @@ def takes_less_than(most: float, work: Work) -> None:
 
 
 def grows_no_faster_than_input(half: Work, whole: Work, most: float = math.inf) -> None:
-    """Fail if work on the whole of an input takes over `MAX_GROWTH` times as long as on half of it.
+    """Fail if the time of work on a whole input exceeds `MAX_GROWTH` times that on half of it.
 
     Args:
-        most: CPU seconds that the whole may take at most.
+        most: maximum CPU seconds for the whole.
     """
     once = twice = math.inf
     for _ in _attempts():
@@ -66,7 +66,7 @@ def grows_no_faster_than_input(half: Work, whole: Work, most: float = math.inf) 
 
 
 def _attempts() -> Iterator[None]:
-    """Yield until it has been tried often and for long, with pauses that grow."""
+    """Yield for each attempt, with growing pauses, until the limits are reached."""
     began, spent = time.monotonic(), time.process_time()
     number = 0
     while time.process_time() - spent < MAX_TOTAL:

@@ -1,4 +1,4 @@
-"""File systems that are small and can be filled."""
+"""Small file systems that can be filled."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ __all__ = ["fill", "small_disk"]
 
 @contextlib.contextmanager
 def small_disk(at: Path, megabytes: int = 4) -> Iterator[Path]:
-    """Mount a file system of this size, which only root can do."""
+    """Mount a file system of this size; skip the test unless run as root."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system")
     with disks.small_disk(at, megabytes) as disk:

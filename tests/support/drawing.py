@@ -1,4 +1,4 @@
-"""Draws from masks at random, as a model of nonsense would."""
+"""Samples randomly from masks, like a model that generates nonsense."""
 
 import contextlib
 import random
@@ -16,12 +16,12 @@ TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 EOS = {0, 2}
 _MOST = 2000
 _ENDS = 0.2
-"""How often an output ends that may end."""
+"""Probability that an output ends when it can."""
 
 
 @contextlib.contextmanager
 def bundled_table() -> Iterator[GrammarTable]:
-    """Make a table over the bundled model's tokenizer for the length of a block."""
+    """Provide a table over the bundled model's tokenizer for a block."""
     made = grammar_table(Path(BUNDLED_MODEL), TOKENIZER.get_vocab_size(), sorted(EOS))
     assert made is not None
     yield made
@@ -29,7 +29,7 @@ def bundled_table() -> Iterator[GrammarTable]:
 
 
 def write(table: GrammarTable, spec: GrammarSpec, rng: random.Random) -> str:
-    """Return an output that a grammar ended as complete.
+    """Return an output that a grammar accepted as complete.
 
     Raises:
         AssertionError: it ended with an error, or did not end.

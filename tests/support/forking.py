@@ -1,13 +1,13 @@
-"""Has processes that tests start forked by a template, which has loaded their libraries.
+"""Forks the processes that tests start from a template with preloaded libraries.
 
-To load torch and the HTTP stack takes a process about two seconds of a core, and tests start
-hundreds. So `subprocess` in this process, and in those that start others themselves, asks a
-template (`tests.support.template`) instead of the kernel wherever it is to run a Python module of
-`FORKED` or the `swell` command. What it gets is a child of this process as any other: with its own
-descriptors, environment, directory and exit code.
+Loading torch and the HTTP stack takes a process about two seconds of CPU time, and tests start
+hundreds. So `subprocess`, in this process and in processes that start others themselves, uses a
+template (`tests.support.template`) instead of fork and exec to run the `swell` command or a Python
+module of `FORKED`. The result is an ordinary child of this process: with its own descriptors,
+environment, directory and exit code.
 
-Forked processes have the same hash seed, and what libraries read from the environment when they
-are loaded is the template's. Tests about how processes start have the fixture `started_anew`.
+Forked processes share a hash seed, and libraries have read the template's environment at import.
+Tests about process startup use the fixture `started_anew`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import Popen  # also where a test puts another class in its place
+from subprocess import Popen  # some tests replace this class
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,19 +37,19 @@ FORKED = frozenset(
         "server.template_main",
     )
 )
-"""Modules that are run as they are by production, but in a forked process."""
+"""Modules that production code runs as processes, and that are forked here."""
 PARENTS = frozenset(("engine", "swell"))
-"""What starts such processes itself."""
+"""Programs that start such processes themselves."""
 FREE_NUMBERS = 512
-"""Descriptors from here on are nobody's: for what the processes of a test do not know of."""
+"""First descriptor number for internal use, above those that tests' processes use."""
 
 _SETTLED_BY_EXEC = ("PYTHON", "LD_")
-"""Variables whose names begin so are read before a program is: a fork would come too late."""
+"""Prefixes of variables that are read at exec, so that a fork cannot apply them."""
 _LONGEST_ANSWER = 64
 
 
 class Wish(NamedTuple):
-    """A process that is asked for."""
+    """A requested process."""
 
     program: str
     """A module, or `swell`."""
@@ -59,14 +59,14 @@ class Wish(NamedTuple):
     directory: str
     new_session: bool
     numbers: Sequence[int]
-    """Which descriptors it gets: they are sent with the wish, in this order."""
+    """Descriptor numbers in the process, in the order in which they are sent."""
 
 
 class ForkExec:
-    """Takes the place of the function of the same name that `subprocess` calls.
+    """Replaces the function of the same name that `subprocess` calls.
 
     Args:
-        connection: to a template; default: one is started with the first process that needs it.
+        connection: to a template; by default, one is started on first use.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -114,7 +114,7 @@ class ForkExec:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Start processes as `subprocess` does meanwhile."""
+        """Start processes normally within the block."""
         self.is_active, before = False, self.is_active
         try:
             yield
@@ -122,7 +122,7 @@ class ForkExec:
             self.is_active = before
 
     def end(self) -> None:
-        """Let the template end that was started."""
+        """Stop the template, if it was started here."""
         if self._connection is not None and self._template is not None:
             self._connection.close()
             self._template.wait()
@@ -131,13 +131,13 @@ class ForkExec:
         with self._lock:
             if self._connection is None:
                 self._connection, self._template = _begin()
-            # The template ends the process between itself and the new one, whose parent is then
-            # the nearest process above that takes in orphans.
+            # The template exits the intermediate process, so that the new one is adopted by the
+            # nearest subreaper.
             try:
                 with adopting_orphans():
                     socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
                     answer = self._connection.recv(_LONGEST_ANSWER)
-            except BaseException:  # of a signal's handler, say: the answer would be the next one's
+            except BaseException:  # e.g. of a signal handler: the answer would be the next one's
                 self._connection.close()
                 self._connection = None
                 raise
@@ -147,7 +147,7 @@ class ForkExec:
 
 
 def _program(arguments: Sequence[str]) -> str:
-    """Return what of a command line can be forked, or nothing."""
+    """Return the forkable program of a command line, or ""."""
     if arguments[0] == SWELL:
         return "swell"
     flags = [each for each in arguments[1:3] if each in ("-P", "-m")]
@@ -164,12 +164,12 @@ def _arguments_of(program: str, arguments: list[str]) -> list[str]:
 
 def _settled(environment: Any) -> dict[str, str]:
     settled = {k: v for k, v in environment.items() if k.startswith(_SETTLED_BY_EXEC)}
-    # The template looks at the one; forks need the other as little as it does.
+    # The template handles the first; neither it nor forks need the second.
     return {k: v for k, v in settled.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
 
 
 def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
-    # The command line sets the last of these, also where a test calls it in this process.
+    # The command line sets this one, also if a test calls it in this process.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -177,7 +177,7 @@ def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
             [sys.executable, "-m", "tests.support.template", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
-            env={**variables, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
+            env={**variables, "OPENBLAS_NUM_THREADS": "1"},  # forks are single-threaded
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -185,13 +185,13 @@ def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
 
 
 def fork_from_now_on(connection: socket.socket) -> None:
-    """Have this process ask the template at the other end of a connection."""
+    """Make this process use the template at the other end of a connection."""
     setattr(subprocess, "_fork_exec", ForkExec(connection))  # noqa: B010
 
 
 @contextlib.contextmanager
 def forking() -> Iterator[ForkExec]:
-    """Have processes forked that are started meanwhile."""
+    """Fork processes that are started within the block."""
     fork_exec = ForkExec()
     if sys.platform != "linux":
         fork_exec.is_active = False

@@ -1,10 +1,9 @@
-"""How files of tests are spread over the processes of `pytest -n`.
+"""Distributes test files over the processes of `pytest -n`.
 
-Each file is run by one process, so that what its tests share is made once. Tests of whole stacks
-wait more than they compute, for processes that start and for timeouts, while most others keep a
-core busy. So all processes but one begin with stacks, and that one with the others; whichever kind
-is done first, the rest is shared. Of each kind the file that takes longest comes first, so that at
-the end all processes have something left to do.
+Each file runs in one process, so that fixtures are built once. Tests of whole stacks mostly wait,
+for processes to start and for timeouts, while most others keep a core busy. So all processes but
+one begin with stacks, and that one with the others; when one kind is done, all processes run the
+rest. Longer files come first, so that all processes finish at about the same time.
 """
 
 from collections import defaultdict
@@ -18,16 +17,16 @@ from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[2]
 KEPT_AS = "swell/seconds"
-"""In pytest's cache: how many seconds the tests of each file took when they were last run."""
+"""Key in pytest's cache for the seconds that each file took in its last run."""
 BYTES_PER_SECOND = 4000
-"""Of a file of tests that was not run yet: the longer, the more tests."""
+"""Estimated speed for files without a recorded time: longer files have more tests."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(
     config: pytest.Config, log: Producer
 ) -> "StacksBesideOthers | None":
-    """Spread files in this module's way with `--dist loadfile`."""
+    """Use this scheduler with `--dist loadfile`."""
     if config.getoption("dist") != "loadfile":
         return None
     seconds = Seconds(config)
@@ -36,10 +35,10 @@ def pytest_xdist_make_scheduler(
 
 
 class Seconds:
-    """How long files take: as long as they did last time."""
+    """Durations of files: recorded in the last run, or estimated."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = getattr(config, "cache", None)  # `-p no:cacheprovider` leaves none
+        self._cache = getattr(config, "cache", None)  # None with `-p no:cacheprovider`
         self._keeps = config.args_source is config.ArgsSource.TESTPATHS and not (
             config.getoption("keyword") or config.getoption("quick")
         )
@@ -48,22 +47,22 @@ class Seconds:
         self._taken: defaultdict[str, float] = defaultdict(float)
 
     def of(self, file: str) -> float:
-        """Return what is known of a file, else what its length suggests."""
+        """Return a file's recorded duration, or an estimate from its length."""
         return self._known.get(file, (ROOT / file).stat().st_size / BYTES_PER_SECOND)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add what a phase of a test took."""
+        """Add the duration of a test phase."""
         self._taken[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Keep it, unless only some tests of these files were run."""
+        """Save the durations, unless only some tests were run."""
         is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self._cache is not None and self._keeps and is_whole:
             self._cache.set(KEPT_AS, self._known | self._taken)
 
 
 class StacksBesideOthers(LoadFileScheduling):  # type: ignore[misc]
-    """Has stacks in all processes but one as long as there is anything else for that one."""
+    """Keeps stacks in all processes but one, while there are other files for that one."""
 
     def __init__(self, config: pytest.Config, log: Producer, seconds: Seconds) -> None:
         super().__init__(config, log)
@@ -89,5 +88,5 @@ class StacksBesideOthers(LoadFileScheduling):  # type: ignore[misc]
 
 @cache
 def starts_stacks(file: str) -> bool:
-    """Whether a file has tests with the marker `stack`."""
+    """Return whether a file has tests with the marker `stack`."""
     return "pytest.mark.stack" in (ROOT / file).read_text(encoding="utf-8")

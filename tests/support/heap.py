@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from looking through all tests again and again."""
+"""Keeps Python's garbage collector from scanning all tests repeatedly."""
 
 import gc
 from collections.abc import Generator
@@ -8,10 +8,10 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while tests are collected, and exempt for good what was made by then.
+    """Disable garbage collection during test collection, and exempt its objects permanently.
 
-    Thousands of tests and the libraries under test are some millions of objects that stay as long
-    as the process: to look through them is a fifth of what starting a process of tests costs.
+    Thousands of tests and the libraries under test are millions of permanent objects: scanning them
+    takes a fifth of the startup time of a test process.
     """
     gc.disable()
     try:

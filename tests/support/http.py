@@ -1,4 +1,4 @@
-"""Requests to a running stack, each over a connection of its own, so that any front end gets it."""
+"""Requests to a running stack, each on a new connection, so that any front end can get it."""
 
 import http.client
 import json
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from tests.support.waiting import PATIENCE, until
 
 MODEL = "swell-shakespeare"
-"""The name under which the bundled model is served."""
+"""Served name of the bundled model."""
 ADMIN_KEY = "admin-secret"
-"""The key that all calls carry; stacks whose tests administrate them are started with it."""
+"""Key sent with all calls; stacks whose tests use admin endpoints are started with it."""
 
 
 class Answer(NamedTuple):
-    """What became of a request."""
+    """Result of a request."""
 
     status: int
-    """0 if nobody answered."""
+    """HTTP status; 0 if there was no answer."""
     text: str
     headers: Message = Message()
 
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error that its body is, as OpenAI shows errors."""
+        """The OpenAI-style error in its body."""
         error: dict[str, Any] = json.loads(self.text)["error"]
         return error
 
@@ -42,7 +42,7 @@ def fetch(
     rank: int | None = None,
     timeout: float = PATIENCE,
 ) -> Answer:
-    """GET, or POST of a body as JSON, to one engine if a rank is given."""
+    """Send a GET, or a POST with a JSON body, to one engine if a rank is given."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key is not None:
@@ -56,16 +56,16 @@ def fetch(
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, error.read().decode(), error.headers)
-    except (OSError, http.client.HTTPException) as error:  # or it has broken off
+    except (OSError, http.client.HTTPException) as error:  # or it was disconnected
         return Answer(0, str(error))
 
 
 def call(url: str, body: object = None, **options: Any) -> dict[str, Any]:
-    """Return the JSON that a request is answered with when all goes well.
+    """Return the JSON of a successful answer.
 
     Raises:
-        ConnectionError: nobody answered.
-        AssertionError: an error was answered.
+        ConnectionError: there was no answer.
+        AssertionError: the answer is an error.
     """
     answer = fetch(url, body, **options)
     if answer.status == 0:
@@ -76,15 +76,15 @@ def call(url: str, body: object = None, **options: Any) -> dict[str, Any]:
 
 
 def completion(prompt: str, tokens: int, **more: object) -> dict[str, Any]:
-    """Return the body that asks for a completion of exactly so many tokens."""
+    """Return a request body for a completion of exactly `tokens` tokens."""
     fixed = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
     return fixed | more
 
 
 def complete(url: str, prompt: str, tokens: int, rank: int | None = None, **more: object) -> str:
-    """Return the greedy completion of a prompt, exactly so many tokens.
+    """Return the greedy completion of a prompt, with exactly `tokens` tokens.
 
-    With a rank it waits until the front end that it happens to ask has met that engine.
+    With a rank, retry until the front end that answers is connected to that engine.
     """
     body = completion(prompt, tokens, **({"temperature": 0} | more))
     answers: list[Answer] = []
@@ -104,23 +104,23 @@ def complete(url: str, prompt: str, tokens: int, rank: int | None = None, **more
 
 
 LOOKS = 8
-"""Requests of which hardly ever all come to the same one of two front ends."""
+"""Number of requests that hardly ever all reach the same one of two front ends."""
 
 
 def everywhere(condition: Callable[[], object]) -> bool:
-    """Whether a condition holds that asks, and so whichever front end it is that answers."""
+    """Return whether a condition holds on repeated requests, and so on all front ends."""
     return all(condition() for _ in range(LOOKS))
 
 
 def ready_ranks(url: str) -> set[int]:
-    """Return the engines that are ready, as the front end that answers sees them."""
+    """Return the ready engines, as seen by the front end that answers."""
     return set(incarnations(url))
 
 
 def incarnations(url: str, ranks: Iterable[int] = ()) -> dict[int, int]:
-    """Return which process each engine is that is ready, as the front end that answers sees it.
+    """Return the incarnation of each ready engine, as seen by the front end that answers.
 
-    It may be behind: wait until those of these ranks are among them.
+    It may be outdated: waits until `ranks` are among them.
     """
     found: dict[int, int] = {}
 
@@ -135,6 +135,6 @@ def incarnations(url: str, ranks: Iterable[int] = ()) -> dict[int, int]:
 
 
 def are_replaced(url: str, before: dict[int, int], ranks: Iterable[int]) -> bool:
-    """Whether those engines are ready and other processes than before."""
+    """Return whether these engines are ready and are different processes than before."""
     now = incarnations(url)
     return all(rank in now and now[rank] != before[rank] for rank in ranks)

@@ -1,4 +1,4 @@
-"""How little the processes of a stack do while nobody asks them for anything."""
+"""Checks how little CPU time the processes of a stack use while it is idle."""
 
 import time
 
@@ -6,17 +6,17 @@ from benchmarks.running_stack import RunningStack
 from tests.support.waiting import until
 
 SECONDS = 5.0
-"""Of one look: longer than the intervals at which idle processes do anything."""
+"""Duration of a measurement: longer than the timer intervals of idle processes."""
 
 
 def until_idle(stack: RunningStack, most: float) -> None:
-    """Wait until all processes together have used less than a share of a core for a while.
+    """Wait until all processes together use less than a fraction of a core over a measurement.
 
-    What has still to be tidied up after the last request is done once, and a later look does not
-    see it; what polls does so in every look.
+    Cleanup after the last request happens once, so a later measurement does not see it; polling
+    shows in every one.
 
     Args:
-        most: CPU seconds per second, e.g. 0.02.
+        most: maximum CPU seconds per second, e.g. 0.02.
     """
 
     def is_idle() -> bool:

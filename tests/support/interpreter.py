@@ -1,4 +1,4 @@
-"""Has Triton interpret kernels where there is no device to compile them for."""
+"""Makes Triton interpret kernels if there is no device to compile them for."""
 
 import ctypes
 import os
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def interpret_without_device() -> None:
-    """Say so before anything imports Triton, which reads it then."""
+    """Set Triton's variable; call it before anything imports Triton."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -14,10 +14,10 @@ def interpret_without_device() -> None:
 
 
 def multiply_alike() -> None:
-    """Have interpreted products give a row of a tile the same bits wherever in the tile it lies.
+    """Make interpreted products independent of a row's position within a tile, bit for bit.
 
-    numpy's product in 32 bits does not on every processor, a device does. In 64 bits what the order
-    of additions changes is lost when the sums are rounded; tiles are added up in 32 bits as before.
+    numpy's float32 product is not on every CPU, a device's is. With float64, differences due to
+    summation order vanish when sums are rounded; tiles are still accumulated in float32.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -25,7 +25,10 @@ def multiply_alike() -> None:
     interpreted = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):  # which it converts first
+        if 8 in (
+            a.dtype.primitive_bitwidth,
+            b.dtype.primitive_bitwidth,
+        ):  # converted first
             return interpreted(builder, a, b, d, *precision)
         wide = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
         sums = wide.astype(d.data.dtype) + d.data

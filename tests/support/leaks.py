@@ -1,4 +1,4 @@
-"""Whether the tests of this process have left processes behind."""
+"""Detects processes that tests leave behind."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _LIVE_ON = (
     "server.text.request_templates",
     "server.generate.grammar_process",
 )
-"""They end with the process that started them, or with an object of it that may be in a cycle."""
+"""They exit with the process that started them, or with an object that may be in a cycle."""
 
 
 def living_children() -> list[str]:
-    """Return the commands of the processes that this one has started, at any depth, and that run.
+    """Return the commands of all running descendants of this process.
 
-    One that has ended is no leak, though nobody has asked for its exit code yet.
+    Zombies, whose exit code nobody has read yet, are not leaks.
     """
     found = []
     for each in psutil.Process().children(recursive=True):
@@ -33,7 +33,7 @@ def living_children() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_outlives_the_tests() -> Iterator[None]:
-    """Fail the last test if what any of them started still runs when all fixtures have ended."""
+    """Fail the last test if any process started by tests outlives all fixtures."""
     before = set(living_children())
     yield
     left: list[str] = []

@@ -1,4 +1,4 @@
-"""Clients that keep a stack busy and check what they are told."""
+"""Clients that keep a stack busy and check its answers."""
 
 import json
 import threading
@@ -9,11 +9,11 @@ from tests.support.http import ADMIN_KEY, call, completion, fetch, ready_ranks
 from tests.support.waiting import PATIENCE, until
 
 ENOUGH = 50
-"""Answers that a load has had at least when it is over."""
+"""Minimum number of answers during a load."""
 
 
 class Load:
-    """Clients that send requests one after the other and keep what they were told."""
+    """Clients that send requests one after the other and record the answers."""
 
     def __init__(self, url: str, clients: int, key: str = ADMIN_KEY) -> None:
         self.answers: dict[int, set[str]] = {}
@@ -34,14 +34,14 @@ class Load:
                 self.errors.append(repr(answer))
                 continue
             choices = json.loads(answer.text)["choices"]
-            # Releases differ in the fields that they show.
+            # Releases differ in the fields of answers.
             told = [[each["index"], each["text"], each["finish_reason"]] for each in choices]
             self.answers.setdefault(seed, set()).add(json.dumps(told))
             self.count += 1
 
     @contextmanager
     def running(self) -> Iterator["Load"]:
-        """Send requests until the block ends, and enough of them to judge by."""
+        """Send requests until the block ends, and at least until `ENOUGH` are answered."""
         for thread in self._threads:
             thread.start()
         try:
@@ -53,7 +53,7 @@ class Load:
                 thread.join(PATIENCE)
 
     def turn_to(self, url: str, key: str = ADMIN_KEY) -> None:
-        """Have all clients ask there, with this key, from now on: none comes back to the other."""
+        """Redirect all clients to another URL and key; wait until none uses the old ones."""
         self._target = (url, key)
         until(
             lambda: self.errors or list(self._asked.values()) == [(url, key)] * len(self._threads),
@@ -61,12 +61,12 @@ class Load:
         )
 
     def goes_on(self, requests: int = 30) -> None:
-        """Wait until so many more requests are answered."""
+        """Wait until `requests` more requests are answered."""
         before = self.count
         until(lambda: self.count >= before + requests or self.errors, "the load goes on")
 
     def check(self) -> None:
-        """Nobody was refused, and the same request has always had the same answer."""
+        """Check that no request failed, and that equal requests always had equal answers."""
         first = "\n".join(self.errors[:3])
         assert not self.errors, f"{len(self.errors)} failures, the first of them:\n{first}"
         assert self.count > ENOUGH

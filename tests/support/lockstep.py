@@ -1,4 +1,4 @@
-"""Talking to a real stack whose engines step together, and help when it hangs."""
+"""Helpers for stacks whose engines run in lockstep, and diagnostics when they hang."""
 
 import signal
 import threading
@@ -19,20 +19,20 @@ FLAGS = (
 
 
 def utility(url: str, name: str, rank: int | None = None) -> dict[int, dict[str, Any]]:
-    """Call a utility of one engine or all; return what they answered by rank."""
+    """Call a utility of one engine or all; return the results by rank."""
     results = _answers(url, name, rank)
     assert all(each["error"] is None for each in results), results
     return {each["rank"]: each["result"] for each in results}
 
 
 def infos(url: str) -> dict[int, dict[str, Any]]:
-    """Return what those engines tell of themselves that can: others may just be dying."""
+    """Return the `info` of all engines that answer; others may just be exiting."""
     results = _answers(url, "info", None)
     return {each["rank"]: each["result"] for each in results if each["error"] is None}
 
 
 def weight_versions(url: str) -> dict[int, str]:
-    """Return which weights each engine computes with."""
+    """Return the weight version of each engine."""
     return {rank: info["weight_version"] for rank, info in infos(url).items()}
 
 
@@ -44,16 +44,16 @@ def _answers(url: str, name: str, rank: int | None) -> list[dict[str, Any]]:
 
 
 def is_paused(url: str) -> bool:
-    """Whether the engines rest, as the metrics say."""
+    """Return whether the engines are paused, according to the metrics."""
     return metric(url, "engines_running")[""] == 0
 
 
 def wave_when_paused(url: str, after: int = -1) -> int:
-    """Wait until the engines rest and everybody tells the same wave; return it.
+    """Wait until the engines are paused and all report the same wave; return it.
 
     Args:
-        after: a wave that is over. A front end that has not heard of it yet would say that the
-            engines, which have not ended it yet, rest.
+        after: a wave that must be over. A front end that does not know it yet would report the
+            engines as paused before it ends.
     """
     told: set[int] = set()
 
@@ -68,19 +68,19 @@ def wave_when_paused(url: str, after: int = -1) -> int:
 
 
 def topologies(url: str) -> set[int]:
-    """Return the groups of which engines say that they are members."""
+    """Return the group numbers that engines report."""
     return {int(info["topology"]) for info in infos(url).values()}
 
 
 def kill(stack: RunningStack, name: str) -> float:
-    """End a process at once; return when."""
+    """Kill a process; return the time."""
     stack.processes()[name].kill()
     return time.monotonic()
 
 
 @contextmanager
 def watched(stack: RunningStack, seconds: float) -> Iterator[None]:
-    """Make whatever hangs inside fail after so long, with the stacks of all processes shown."""
+    """Abort the block after this many seconds, showing the stacks of all processes."""
 
     def give_up() -> None:
         before = len(stack.lines)

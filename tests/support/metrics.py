@@ -1,4 +1,4 @@
-"""What /metrics of a running stack says."""
+"""Metrics of a running stack."""
 
 import re
 
@@ -7,10 +7,10 @@ from tests.support.waiting import PATIENCE
 
 
 def scrape(url: str, key: str = ADMIN_KEY) -> str:
-    """Return all of it.
+    """Return the text of /metrics.
 
     Raises:
-        ConnectionError: nobody answered.
+        ConnectionError: there was no answer.
     """
     status, text, _ = fetch(f"{url}/metrics", key=key, timeout=PATIENCE)
     if status == 0:
@@ -24,7 +24,7 @@ def metric(
 ) -> dict[str, float]:
     """Return the values of a metric by engine, or by "" without that label.
 
-    Samples that differ in other labels are added up.
+    Samples that differ in other labels are summed.
     """
     found: dict[str, float] = {}
     pattern = rf"^{prefix}{name}(\{{[^}}]*\}})? (\S+)$"
@@ -41,5 +41,5 @@ def total(url: str, name: str, *, prefix: str = "swell_") -> float:
 
 
 def num_running(url: str) -> float:
-    """Return how many sequences the engines run."""
+    """Return the number of sequences that the engines run."""
     return total(url, "num_requests_running")

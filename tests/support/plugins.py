@@ -1,10 +1,10 @@
-"""Packages that offer entry points, as if they were installed."""
+"""Fake installed packages with entry points."""
 
 from pathlib import Path
 
 
 def offer(directory: Path, group: str, **entry_points: str) -> None:
-    """Write what an installation of a package leaves in a directory on the path."""
+    """Write the metadata of an installed package into a directory on the path."""
     package = f"offers-{'-'.join(sorted(entry_points))}".lower()
     metadata = directory / f"{package.replace('-', '_')}-2.5.dist-info"
     metadata.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Ports of this host on which nobody listens, and which no other tests get meanwhile."""
+"""Free ports of this host, reserved against other tests."""
 
 import fcntl
 import os
@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 LOWEST, HIGHEST = 10_000, 32_000
-"""They lie below those that the kernel gives to connections, none of which can take one before
-the process that it was meant for does."""
+"""Below the kernel's ephemeral range, so that no outgoing connection can take a port before its
+process does."""
 
 _reserved: set[int] = set()
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many free ports in a row, which are this process's until it ends."""
+    """Return `count` consecutive free ports, reserved until this process exits."""
     for first in _candidates():
         ports = range(first, first + count)
         if _reserved.isdisjoint(ports) and _are_free(ports) and _reserve(first, count):
@@ -30,12 +30,12 @@ def free_port() -> int:
 
 
 def port_of_a_coordinator() -> int:
-    """Return the first of five free ports in a row: a coordinator's four and its probes'."""
+    """Return the first of five consecutive free ports: a coordinator's four, and its probes'."""
     return free_ports(5)[0]
 
 
 def _candidates() -> Iterator[int]:
-    """Return where to look, from a place of this process's own on."""
+    """Yield candidate ports, starting at a process-specific one."""
     own = LOWEST + 40 * os.getpid() % (HIGHEST - LOWEST)
     yield from range(max(own, *_reserved, 0) + 1, HIGHEST)
     yield from range(LOWEST, HIGHEST)
@@ -52,7 +52,7 @@ def _are_free(ports: range) -> bool:
 
 
 def _reserve(first: int, count: int) -> bool:
-    """Lock as many bytes of a file that all processes of tests share, from that offset on."""
+    """Lock a range of bytes, at the ports' offsets, of a file shared by all test processes."""
     try:
         fcntl.lockf(_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
     except OSError:
@@ -66,4 +66,4 @@ _locks = os.open(
     os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
     0o600,
 )
-"""Open as long as this process lives: the kernel takes its locks back when it ends."""
+"""Open until this process exits, when the kernel releases its locks."""

@@ -1,4 +1,4 @@
-"""What the processes of a test printed, shown where it fails."""
+"""Output of a test's processes, shown if it fails."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -10,18 +10,18 @@ import pytest
 from benchmarks import running_stack
 
 MOST_LINES, MOST_BYTES = 120, 65_536
-"""Of each process, the last ones."""
+"""Maximum shown per process, from the end."""
 
 
 class ProcessLog:
-    """A file without a name for what one process prints, on either stream.
+    """An unnamed file for one process's stdout and stderr.
 
     Args:
-        name: of the process, in the report.
+        name: name of the process in the report.
     """
 
     kept: ClassVar[list["ProcessLog"]] = []
-    """Those of the processes that run, or have ended during the present test."""
+    """Logs of processes that run, or have ended during the current test."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class ProcessLog:
 
     @property
     def text(self) -> str:
-        """The end of it."""
+        """The end of the output."""
         size = os.fstat(self.descriptor).st_size
         last = os.pread(self.descriptor, MOST_BYTES, max(0, size - MOST_BYTES))
         return last.decode(errors="replace")
@@ -46,7 +46,7 @@ class ProcessLog:
 
 
 def printed(process: "Popen[bytes]") -> str:
-    """Return the end of what a process has printed that was started with a log."""
+    """Return the end of the output of a process started with a log."""
     return next(log.text for log in ProcessLog.kept if log.process is process)
 
 
@@ -58,7 +58,7 @@ def _logs() -> Iterator[tuple[str, str]]:
 
 
 def pytest_runtest_setup() -> None:
-    """Forget the processes of earlier tests."""
+    """Drop the processes of earlier tests."""
     ProcessLog.forget_ended()
     for stack in list(running_stack.started):
         if stack.process.poll() is not None:
@@ -69,7 +69,7 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to the report of a failure what the processes have printed."""
+    """Add the output of processes to the report of a failure."""
     report = yield
     if report.failed and item.get_closest_marker("stack") is not None:
         for name, text in _logs():

@@ -1,8 +1,8 @@
-"""`pytest --processor avx512`: compute as another kind of processor does.
+"""`pytest --processor avx512`: emulate another kind of processor.
 
-The engine chooses as on that kind (`engine.kernels.processor`), and torch and oneDNN are
-held to its instructions, in the tests' own process and in those that it starts. Instructions that
-this processor lacks are not there: as "amx" without a matrix unit, products are oneDNN's.
+The engine chooses as on that kind (`engine.kernels.processor`), and torch and oneDNN are restricted
+to its instructions, in the test process and its children. Instructions that this processor lacks
+are not emulated: as "amx" without a matrix unit, products are oneDNN's.
 """
 
 import os
@@ -29,7 +29,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Set the variables, which are read when the libraries are loaded."""
+    """Set the variables, which libraries read when they are loaded."""
     name = config.getoption("processor")
     if name is not None:
         os.environ.update({"SWELL_PROCESSOR": name, **_VARIABLES[name]})

@@ -1,9 +1,9 @@
-"""Which tests are quick: those of state machines and plain functions, for the inner loop.
+"""Selects quick tests: those of state machines and plain functions, for the inner loop.
 
-Nobody marks them. A file of tests is quick if neither it nor what it imports of `tests` and
-`benchmarks` imports what starts processes or talks over sockets, and nothing that it imports loads
-torch. `pytest --quick` collects no others, and what a quick test starts in spite of it is refused.
-A test that is slow for other reasons has the marker `slow`.
+They are not marked. A test file is quick if neither it nor the modules of `tests` and `benchmarks`
+that it imports import anything that starts processes or uses sockets, and none of its imports loads
+torch. `pytest --quick` collects no others, and fails a quick test that starts such things anyway.
+Tests that are slow for other reasons have the marker `slow`.
 """
 
 import re
@@ -17,25 +17,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TENSORS = frozenset(("torch", "transformers"))
-"""What no quick test loads, however far below it."""
+"""Packages that no quick test loads, not even indirectly."""
 STARTERS = frozenset(
     (
         "benchmarks.running_stack", "httpx", "multiprocessing", "openai", "socket",
         "subprocess", "uvicorn", "uvloop", "zmq",
     )
 )  # fmt: skip
-"""What no quick test imports itself, and none of the tests' own modules for it."""
+"""Modules that neither quick tests nor the test modules they import may import."""
 REFUSED = frozenset(
     ("os.fork", "os.posix_spawn", "os.system", "socket.bind", "socket.connect", "subprocess.Popen")
 )
-"""Events of the interpreter that end a quick test."""
+"""Audit events that fail a quick test."""
 
 _IMPORT = re.compile(r"^(?:import ([\w.]+)|from ([\w.]+) import (\([^)]*\)|.*))", re.MULTILINE)
 
 
 @cache
 def is_quick(path: Path) -> bool:
-    """Whether a file of tests is quick."""
+    """Return whether a test file is quick."""
     seen, left = set[Path](), [path]
     while left:
         module = left.pop()
@@ -53,7 +53,7 @@ def is_quick(path: Path) -> bool:
 
 @cache
 def _imported(path: Path) -> set[str]:
-    """Return what a file imports when it is loaded; what is indented is imported later or never."""
+    """Return a file's top-level imports; indented ones run later or never."""
     names = set()
     for module, package, members in _IMPORT.findall(path.read_text(encoding="utf-8")):
         names.add(module or package)
@@ -71,7 +71,7 @@ def _file_of(name: str) -> Path | None:
 
 
 class Guard:
-    """Makes torch an error in this process, and processes and sockets while a test runs."""
+    """Forbids importing torch, and processes and sockets while a test runs."""
 
     def __init__(self) -> None:
         self._runs = False
@@ -87,7 +87,7 @@ class Guard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        """Watch while a test runs."""
+        """Enable the guard while a test runs."""
         self._runs = True
         try:
             return (yield)
@@ -101,7 +101,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Leave out what is marked, and refuse what is not quick."""
+    """Deselect slow tests, and install the guard."""
     if config.getoption("quick"):
         given = config.option.markexpr
         config.option.markexpr = f"({given}) and not slow" if given else "not slow"
@@ -109,7 +109,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect no other files with `--quick`."""
+    """Ignore other test files with `--quick`."""
     is_file_of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if config.getoption("quick") and is_file_of_tests and not is_quick(collection_path):
         return True

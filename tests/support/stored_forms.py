@@ -1,6 +1,6 @@
-"""Writes a checkpoint in the quantized formats that Swell reads, rounded to nearest.
+"""Writes a checkpoint in the quantized formats that Swell reads, rounding to nearest.
 
-Scales are the maximum or the range of each group.
+Scales are derived from the maximum or the range of each group.
 """
 
 import json
@@ -25,7 +25,7 @@ Parts = dict[str, Tensor]
 def write_checkpoint(
     dense: Path, target: Path, settings: dict[str, Any], write: Callable[[Tensor], Parts]
 ) -> None:
-    """Write a model directory again, with what `write` makes of each linear layer's weight."""
+    """Copy a model directory, replacing each linear layer's weight with the output of `write`."""
     target.mkdir(parents=True, exist_ok=True)
     tensors: Parts = {}
     for name, tensor in load_file(dense / "model.safetensors").items():
@@ -82,7 +82,7 @@ def _gptq(weight: Tensor) -> Parts:
     codes, zeros, scales = _of_range(weight)
     return {
         "qweight": _words(codes.numpy()).T,
-        "qzeros": _words((zeros - 1).T.contiguous().numpy()),  # the first format: less one
+        "qzeros": _words((zeros - 1).T.contiguous().numpy()),  # first format: minus one
         "scales": scales.T.to(torch.float16),
     }
 
@@ -98,7 +98,7 @@ def _awq(weight: Tensor) -> Parts:
 
 
 def _of_range(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of 4 bits, zero points and scales, of each 32 elements' range."""
+    """Return 4-bit codes, zero points and scales, from the range of each 32 elements."""
     grouped = weight.view(len(weight), -1, _GROUP)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-6).half().float()
@@ -108,7 +108,7 @@ def _of_range(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _words(codes: NDArray[Any]) -> Tensor:
-    """Pack codes of 4 bits along the last axis, the first one lowest."""
+    """Pack 4-bit codes along the last axis, the first one lowest."""
     grouped = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
     words = np.zeros(grouped.shape[:-1], np.uint32)
     for place in range(8):

@@ -1,4 +1,4 @@
-"""A store of responses in a file, as a node has it."""
+"""A file-based response store, as on a node."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ from server.store.sqlite import SqliteDatabase
 
 
 def sqlite_backend(path: Path, max_bytes: int, max_age: float, lasting: bool = False) -> SqlBackend:
-    """Return what keeps so many bytes for so many seconds."""
+    """Return a store limited to `max_bytes`, and to `max_age` seconds."""
     return SqlBackend(SqliteDatabase(path, lasting=lasting), max_bytes, max_age)

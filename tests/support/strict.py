@@ -1,7 +1,7 @@
-"""`pytest --strict-device`: engines compute on a device that there is not.
+"""`pytest --strict-device`: engines compute on a simulated strict device.
 
-Whatever a test tells them, they and their workers are on the device of `strict_device`, in the
-test's own process and in those that it starts. Front ends and whole stacks are as always.
+Regardless of a test's settings, engines and workers use the device of `strict_device`, in the test
+process and its children. Front ends and whole stacks are unaffected.
 """
 
 import pytest
@@ -17,7 +17,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is about processors alone."""
+    """Deselect tests that are only about processors."""
     if config.getoption("strict_device"):
         left_out = [item for item in items if item.get_closest_marker("processor")]
         items[:] = [item for item in items if item not in left_out]
@@ -25,9 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def configure(config: pytest.Config) -> None:
-    """Replace the processor by the device."""
+    """Replace the CPU by the device."""
     if config.getoption("strict_device"):
-        from engine.executor import worker_process  # nothing of these is needed for other tests
+        from engine.executor import worker_process  # other tests do not need these
         from tests.engine import processes
         from tests.engine.distributed import strict_device
 

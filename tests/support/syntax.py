@@ -1,4 +1,4 @@
-"""Source as trees."""
+"""Syntax trees of source files."""
 
 import ast
 import gc
@@ -8,8 +8,8 @@ from pathlib import Path
 def tree_of(path: Path) -> ast.Module:
     """Return the syntax tree of a module.
 
-    Nothing is collected meanwhile: a task whose failure nobody asked for writes a traceback then,
-    for which CPython 3.11 parses source, and within another parse that is a SystemError.
+    Garbage collection is disabled meanwhile: collecting a task with an unread exception prints a
+    traceback, for which CPython 3.11 parses source, and within another parse that is a SystemError.
     """
     gc.disable()
     try:

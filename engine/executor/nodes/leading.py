@@ -1,6 +1,6 @@
-"""The leader's side of an engine that spans nodes: waits for them, and passes bytes to and fro.
+"""The leader's side of an engine that spans nodes: waits for nodes and forwards bytes.
 
-One thread at a time has the sockets: whoever waits for the nodes, then this module's own.
+One thread at a time uses the sockets: the one that waits for the nodes, then this module's own.
 """
 
 import logging
@@ -43,13 +43,13 @@ from engine.shared.version import SWELL_VERSION
 logger = logging.getLogger(__name__)
 
 _TELL_INTERVAL = 30.0
-"""Seconds between two lines that say which nodes are missing."""
+"""Seconds between log lines about missing nodes."""
 _LINGER_MS = 1000
-"""Time that the last message of a session gets to be sent."""
+"""Milliseconds for the last message of a session to be sent."""
 
 
 class NodesMissing(TimeoutError):
-    """Not all nodes have joined in time."""
+    """Not all nodes joined in time."""
 
 
 class _Node:
@@ -69,7 +69,7 @@ class NodeLinks:
         Raises:
             CannotSpan: the engine cannot span nodes.
             InsecureCluster: there is no cluster key.
-            OSError: nobody can listen on `--master-addr`.
+            OSError: `--master-addr` cannot be listened on.
         """
         parallel = config.parallel
         assert parallel.master_addr is not None, "settings are checked"
@@ -79,7 +79,7 @@ class NodeLinks:
         self._longest_poll = max(1, int(1000 * min(self._interval, 0.5)))
         self._timeout = max(config.cluster.engine_timeout, self._interval)
         self._patience = STARTING_PATIENCE
-        """Seconds of silence after which the nodes shall give this process up."""
+        """Seconds of silence after which the nodes are to give up this process."""
         self._session = secrets.randbits(48)
         self._nodes: dict[int, _Node] = {}
         self._told, self._tell_again_at = "", 0.0
@@ -95,8 +95,8 @@ class NodeLinks:
             self.host = _own_address(parallel.master_addr)
             if is_loopback(self.host) and self.host != parallel.master_addr:
                 logger.warning(
-                    "--master-addr %s is %s here, which other machines do not reach: give the "
-                    "address itself",
+                    "--master-addr %s is %s here, which other machines cannot reach: set an "
+                    "address instead of a name",
                     parallel.master_addr,
                     self.host,
                 )
@@ -117,10 +117,10 @@ class NodeLinks:
         """Wait until all nodes have joined.
 
         Args:
-            progress: is told for whom, in words for people.
+            progress: receives human-readable progress messages.
 
         Raises:
-            NodesMissing: they have not in time.
+            NodesMissing: they did not join in time.
         """
         deadline, tell_at, before = time.monotonic() + timeout, 0.0, ""
         while missing := self._missing():
@@ -140,7 +140,7 @@ class NodeLinks:
             self._turn()
 
     def worker(self, rank: int) -> StartedWorker:
-        """Return a worker of another node, which starts when all begin."""
+        """Return a worker of another node, to be started by `begin`."""
         lifeline, its_lifeline = socket.socketpair()
         commands, its_commands = socket.socketpair()
         self._streams.add(Key(rank, "lifeline"), its_lifeline)
@@ -148,7 +148,7 @@ class NodeLinks:
         return StartedWorker(None, lifeline, commands)
 
     def begin(self, engine: int, address: str) -> None:
-        """Have the nodes start their workers, which meet the others of an engine at HOST:PORT."""
+        """Make the nodes start their workers, which rendezvous with the engine's at HOST:PORT."""
         for node in self._nodes.values():
             node.heard_at = time.monotonic()
             self._send(node.identity, Start(self._session, engine, address))
@@ -156,13 +156,13 @@ class NodeLinks:
         self._thread.start()
 
     def started(self) -> None:
-        """Tell the nodes to give this process up after `--engine-timeout` of silence now."""
+        """From now on, let nodes give up this process after `--engine-timeout` of silence."""
         self._patience = self._timeout
         self._next_alive = 0.0
         os.write(self._wakes, b"x")
 
     def close(self) -> None:
-        """End the workers of all nodes; idempotent."""
+        """Terminate the workers of all nodes; idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -188,11 +188,11 @@ class NodeLinks:
                     if now - node.heard_at > self._timeout:
                         self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
         except Exception:
-            logger.exception("what the other nodes say cannot be passed on")
-            self._streams.close()  # which is the death of their workers, as the team sees it
+            logger.exception("messages of the other nodes cannot be forwarded")
+            self._streams.close()  # which the team sees as the death of their workers
 
     def _turn(self) -> None:
-        """Handle what comes within a short time."""
+        """Handle events for a short time."""
         for source, _ in self._poller.poll(self._longest_poll):
             if isinstance(source, int):
                 self._read(source)
@@ -207,7 +207,7 @@ class NodeLinks:
             nodes = self._nodes.values()
             gone = [node for node in nodes if not self._send(node.identity, alive)]
             if gone:
-                self._listen()  # to what they said last
+                self._listen()  # for their last messages
             for number in [number for number, node in self._nodes.items() if node in gone]:
                 self._lost(number, "its connection has ended")
 
@@ -233,7 +233,7 @@ class NodeLinks:
             return
         number = next((n for n, node in self._nodes.items() if node.identity == sender), None)
         if number is None or message.session != self._session:
-            self._send(sender, Over(message.session, "the engine has started anew"))
+            self._send(sender, Over(message.session, "the engine has restarted"))
             return
         self._nodes[number].heard_at = time.monotonic()
         match message:
@@ -277,7 +277,7 @@ class NodeLinks:
         return time.monotonic() - node.heard_at < self._timeout
 
     def _lost(self, number: int, reason: str) -> None:
-        """Have the team see that a node's workers are of no use any more."""
+        """Make the team see a node's workers as failed."""
         logger.warning("node %d is lost: %s", number, reason)
         node = self._nodes.pop(number)
         self._send(node.identity, Over(self._session, reason))
@@ -288,7 +288,7 @@ class NodeLinks:
             self._streams.write(Key(rank, "commands"), b"")
 
     def _send(self, identity: bytes, message: FromLeader) -> bool:
-        """Send if there still is a connection; return whether there is."""
+        """Send a message; return False if the connection is gone."""
         try:
             self._inbox.send(identity, msgspec.msgpack.encode(message))
         except zmq.ZMQError:
@@ -299,7 +299,7 @@ class NodeLinks:
 def _bound(transport: Transport, address: str) -> "zmq.Socket[bytes]":
     try:
         return transport.bind(zmq.ROUTER, address)
-    except (zmq.ZMQError, OSError) as error:  # the latter where cluster keys are exchanged
+    except (zmq.ZMQError, OSError) as error:  # the latter if cluster keys are exchanged
         raise OSError(
             f"cannot listen on {address.removeprefix('tcp://')}: {error}: --master-addr has to be "
             "an address of this node, and --master-port free"
@@ -307,7 +307,7 @@ def _bound(transport: Transport, address: str) -> "zmq.Socket[bytes]":
 
 
 def _own_address(name: str) -> str:
-    """Return the address to listen on, for which sockets take no names."""
+    """Return the address to listen on, since sockets do not accept names."""
     try:
         return resolve(name)[1][0]
     except OSError as error:

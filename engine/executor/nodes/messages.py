@@ -1,8 +1,8 @@
 """Messages between an engine's leader and the other nodes that it spans. No torch.
 
-A node joins with what it was started with. The leader answers with the start of a session, in which
-what the sockets of the node's workers carry travels in pieces. A session ends with the leader, with
-any of the node's workers, or when either side hears nothing of the other.
+A node joins with its launch settings. The leader replies with the start of a session, in which the
+data of the workers' sockets is sent in pieces. A session ends with the leader, with any of the
+node's workers, or when either side is silent for too long.
 """
 
 from typing import Literal
@@ -11,42 +11,42 @@ import msgspec
 
 LARGEST_PIECE = 1 << 18
 LARGEST_MESSAGE = 1 << 20
-"""Bytes of any message: room for a piece, or for what a node has to agree on."""
+"""Maximum bytes of any message: a piece, or a node's agreement."""
 
 Channel = Literal["lifeline", "commands"]
-"""Which of a worker's two sockets."""
+"""One of a worker's two sockets."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """This node is ready to start its workers; repeated until there is an answer."""
+    """This node is ready to start its workers; repeated until answered."""
 
     version: str
     node: int
     agreement: dict[str, str]
-    """What has to be equal on all nodes, by the names of settings."""
+    """Settings that must be equal on all nodes, by name."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The node cannot join, for this reason."""
+    """The node cannot join, for the given reason."""
 
     reason: str
     final: bool
-    """Whether it would be refused again."""
+    """Whether retrying is pointless."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Start the node's workers."""
 
     session: int
-    """A random number, which all that belongs to it carries."""
+    """Random id, included in all messages of the session."""
     engine: int
     """The engine's rank."""
     address: str
-    """HOST:PORT where the engine's processes meet."""
+    """HOST:PORT of the rendezvous of the engine's processes."""
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The next bytes of one of a worker's sockets; none: it has been closed."""
+    """The next bytes of one of a worker's sockets; empty if it has been closed."""
 
     session: int
     rank: int
@@ -55,15 +55,15 @@ class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Whoever sends it is there."""
+    """Heartbeat."""
 
     session: int
     patience: float = 0.0
-    """Seconds of the leader's silence after which a node gives it up; nodes leave this out."""
+    """Seconds of the leader's silence after which a node gives up; unused by nodes."""
 
 
 class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The session has ended, for this reason."""
+    """The session has ended, for the given reason."""
 
     session: int
     reason: str

@@ -1,4 +1,4 @@
-"""What the nodes of one engine have to agree on."""
+"""Settings that the nodes of an engine must agree on."""
 
 import hashlib
 from pathlib import Path
@@ -8,23 +8,23 @@ from engine.shared.group_config import group_config
 from engine.shared.model_files import model_directory
 
 NODES_TIMEOUT = 600.0
-"""Seconds for which an engine waits for its nodes, or a node for its engine."""
+"""Seconds that an engine waits for its nodes, or a node for its engine."""
 
 STARTING_PATIENCE = 60.0
-"""Seconds for which an engine may be silent while it starts: until its libraries are loaded, the
-thread that talks to the nodes gets to run only now and then."""
+"""Seconds that an engine may be silent while it starts: while libraries load, the thread that talks
+to the nodes runs only intermittently."""
 
 _SHOWN_DIGITS = 16
 _SHOWN_LETTERS = 200
-"""Of what a node says, in messages for people."""
+"""Maximum characters shown of a node's value in messages for users."""
 
 
 class CannotSpan(ValueError):
-    """An engine cannot span nodes with these settings; the message is for people."""
+    """An engine cannot span nodes with these settings; the message is for users."""
 
 
 def agreement(config: EngineConfig) -> dict[str, str]:
-    """Return what has to be equal on all nodes of an engine, by names of settings.
+    """Return the settings that must be equal on all nodes of an engine, by name.
 
     Raises:
         CannotSpan: the engine cannot span nodes.
@@ -51,7 +51,7 @@ def agreement(config: EngineConfig) -> dict[str, str]:
 
 
 def difference(here: dict[str, str], there: dict[str, str]) -> str | None:
-    """Return what the first node (`here`) and another do not agree on; None if they do."""
+    """Return the first difference between the first node (`here`) and another; None if none."""
     for name in (*here, *(name for name in there if name not in here)):
         ours, theirs = here.get(name, "not known"), there.get(name, "not known")
         if ours != theirs:

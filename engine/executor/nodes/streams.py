@@ -1,8 +1,8 @@
-"""The local sockets of workers whose bytes travel between nodes: read and written without waiting.
+"""Non-blocking local sockets of workers whose bytes are forwarded between nodes.
 
-The workers, and the team that leads them, have plain sockets wherever they are; on both nodes the
-other ends of these are here. What a worker does not read yet is kept: the leader tells it no more
-than a few steps ahead.
+Workers, and the team that leads them, use plain sockets on any node; the other ends of these are
+here, on both nodes. Data not yet read by a worker is buffered: the leader sends at most a few steps
+ahead.
 """
 
 import socket
@@ -14,7 +14,7 @@ from engine.executor.nodes.messages import LARGEST_PIECE, Channel
 
 
 class Key(NamedTuple):
-    """Whose socket it is."""
+    """Identifies a worker's socket."""
 
     rank: int
     channel: Channel
@@ -29,7 +29,7 @@ class _Stream:
 
 
 class Streams:
-    """All of them, in a poller that others use too."""
+    """All forwarded sockets, registered in a shared poller."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
@@ -37,16 +37,16 @@ class Streams:
         self._by_descriptor: dict[int, _Stream] = {}
 
     def add(self, key: Key, connection: socket.socket) -> None:
-        """Take a socket over."""
+        """Take ownership of a socket."""
         connection.setblocking(False)
         stream = _Stream(key, connection)
         self._streams[key] = self._by_descriptor[connection.fileno()] = stream
         self._poller.register(connection.fileno(), zmq.POLLIN)
 
     def ready(self, descriptor: int) -> tuple[Key, bytes] | None:
-        """Go on with a socket that the poller has named.
+        """Continue with a socket that the poller has reported.
 
-        Returns what came from it, no bytes if it has been closed; None if nothing came.
+        Returns the bytes received, empty if it has been closed; None if there were none.
         """
         stream = self._by_descriptor.get(descriptor)
         if stream is None:
@@ -65,16 +65,17 @@ class Streams:
         return stream.key, data
 
     def write(self, key: Key, data: bytes) -> None:
-        """Pass bytes on as soon as they are read; no bytes close it after those before."""
+        """Forward bytes once they can be written; empty bytes close the socket after earlier
+        ones."""
         stream = self._streams.get(key)
         if stream is None:
-            return  # the other end was closed: that has been, or will be, noticed
+            return  # the other end was closed, which is noticed elsewhere
         stream.waiting += data
         stream.is_ending |= not data
         self._flush(stream)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all sockets."""
         for stream in list(self._streams.values()):
             self._drop(stream)
 
@@ -84,7 +85,7 @@ class Streams:
                 del stream.waiting[: stream.connection.send(stream.waiting)]
         except BlockingIOError:
             pass
-        except OSError:  # reading will say that it was closed
+        except OSError:  # reading will report that it was closed
             stream.waiting.clear()
         if stream.is_ending and not stream.waiting:
             self._drop(stream)

@@ -93,7 +93,7 @@ def _other_purpose(modeling_auto: Any, kind: str, name: str) -> str:
     """Return what a model is for, if not for causal language modelling."""
     purposes = {
         "an encoder-decoder model": "SEQ_TO_SEQ_CAUSAL_LM",
-        "multimodal": "IMAGE_TEXT_TO_TEXT",
+        "multimodal; --engine-backend vllm may serve it": "IMAGE_TEXT_TO_TEXT",
         "multimodal, with sound": "SPEECH_SEQ_2_SEQ",
         "an encoder": "MASKED_LM",
     }

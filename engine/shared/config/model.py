@@ -1,7 +1,9 @@
 """Settings of the model and of its KV cache."""
 
+import contextlib
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -54,6 +56,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "Serve a vision-language model without images: its vision encoder is not loaded, and any "
         "prompt can be prefilled in parts. Set it for engines and API servers alike.",
     ] = False
+    limit_mm_per_prompt: Annotated[
+        str,
+        'JSON object with the maximum images of a request, e.g. `{"image": 4}`; 0 refuses images, '
+        "and vLLM engines then load no vision encoder.",
+    ] = '{"image": 32}'
     max_model_len: Annotated[
         PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
     ] = None
@@ -86,6 +93,29 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str | None,
         "Jinja file that replaces the model's chat template, or the template itself.",
     ] = None
+
+    def __post_init__(self) -> None:
+        self.max_images  # noqa: B018 - validates the setting
+
+    @property
+    def max_images(self) -> int:
+        """Maximum images per request.
+
+        Raises:
+            ValueError: `limit_mm_per_prompt` is malformed.
+        """
+        limits: Any = None
+        with contextlib.suppress(ValueError):
+            limits = json.loads(self.limit_mm_per_prompt)
+        wrong = ValueError('limit_mm_per_prompt must be a JSON object such as {"image": 4}')
+        if not isinstance(limits, dict):
+            raise wrong
+        if unknown := limits.keys() - {"image", "video", "audio"}:
+            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is no kind of media")
+        max_images = limits.get("image", 32)
+        if type(max_images) is not int or not 0 <= max_images <= 1024:
+            raise wrong
+        return max_images
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

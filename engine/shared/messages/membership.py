@@ -47,6 +47,8 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     kv_role: KvRole = ""
     kv_address: str = ""
     """Address from which others read offered KV blocks (`KvSource`); empty if it offers none."""
+    whole_images: bool = False
+    """Whether images cross at their own size (`EncoderInput`); the engine resizes them."""
 
     @property
     def kv_tokens(self) -> int:

@@ -120,7 +120,9 @@ MAX_ASPECT_RATIO = 200
 class EncoderInput(Message, frozen=True):
     """An image, or a tile of one, and its placeholder tokens in a prompt.
 
-    The model's encoder produces one embedding per token; the tokens are contiguous.
+    The model's encoder produces one embedding per token; the tokens are contiguous. For engines
+    with `EngineSetup.whole_images` it is the whole image at its own size, and `num_tokens` spans
+    from its first to its last placeholder token, including text between tiles.
     """
 
     position: int
@@ -131,8 +133,8 @@ class EncoderInput(Message, frozen=True):
     height: int
     width: int
     pixels: bytes
-    """RGB, uint8, row-major, at the encoder's input size; neither rescaled nor normalized. Empty if
-    the engine holds them (`engine.shared.image_window`)."""
+    """RGB, uint8, row-major, at the encoder's input size (whole images: at their own); neither
+    rescaled nor normalized. Empty if the engine holds them (`engine.shared.image_window`)."""
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):

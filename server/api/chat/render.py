@@ -109,7 +109,7 @@ def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
     if content is None and not parts.calls and parts.reasoning is None:
         content = ""
     message = AssistantMessage(content)
-    if parts.reasoning is not None:
+    if parts.reasoning is not None or (plan.reasoning is not None and plan.show_reasoning):
         _show_reasoning(message, parts.reasoning, plan)
     if parts.calls:
         message.tool_calls = [
@@ -119,7 +119,9 @@ def _message(parts: Message, plan: AnswerPlan) -> AssistantMessage:
     return message
 
 
-def _show_reasoning(shown: AssistantMessage | ChatDelta, text: str, plan: AnswerPlan) -> None:
+def _show_reasoning(
+    shown: AssistantMessage | ChatDelta, text: str | None, plan: AnswerPlan
+) -> None:
     if plan.reasoning_field != "reasoning":
         shown.reasoning_content = text
     if plan.reasoning_field != "reasoning_content":

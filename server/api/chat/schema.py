@@ -182,9 +182,9 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    """Alias of `reasoning_content`: clients use either name."""
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    """Alias of `reasoning_content`: clients use either name. Null: a reasoning model wrote none."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -222,8 +222,8 @@ class ChatDelta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

@@ -111,7 +111,7 @@ class Keeping:
         if sent.previous_response_id is not None and self._conversation is not None:
             raise invalid_field("conversation", "not together with previous_response_id")
         if sent.background and not self._keeps:
-            raise invalid_field("background", "needs store to be true")
+            raise invalid("background can only be used when `store` is true", "background")
         earlier = await self._earlier()
         if any(isinstance(item, schema.ItemReference) for item in own):
             own = await self._resolved(own)

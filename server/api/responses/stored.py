@@ -92,7 +92,7 @@ async def cancel(response_id: str, request: Request, services: ServicesDep) -> H
     """Cancel a background response."""
     record = await _found(services, request, SqlBackend.get, response_id)
     if not msgspec.json.decode(record.body, type=_Made).background:
-        raise invalid("Only background responses can be cancelled.")
+        raise invalid("Cannot cancel a synchronous response.")
     if record.status in UNFINISHED:
         await _asked(services, request, SqlBackend.cancel, record.id)
         _store(services).jobs.cancel(response_id)
@@ -247,9 +247,8 @@ async def _found(
 
 
 def _not_found(kind: str, id_: str) -> ApiError:
-    return ApiError(
-        404, f"The {kind} {id_!r} was not found; it may have expired.", code="not_found"
-    )
+    text = f"{kind.capitalize()} with id {id_!r} not found; it may have expired."
+    return ApiError(404, text, code="not_found")
 
 
 def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:

@@ -629,6 +629,6 @@ def test_a_sequence_whose_masks_are_always_late_ends(
     engine = make()
     engine.add(1, SLOW)
     engine.run()
-    assert "was not known within" in str(engine.last[1].error)
+    assert "was not ready within" in str(engine.last[1].error)
     masks.release.set()
     engine.assert_nothing_is_left()

@@ -25,7 +25,12 @@ def given(text: str) -> EngineConfig:
 
 def test_settings_that_both_have_go_by_their_names_and_defaults_are_the_engines() -> None:
     config = EngineConfig(
-        model=ModelConfig(model="some/model", max_model_len=512, dtype="float32"),
+        model=ModelConfig(
+            model="some/model",
+            max_model_len=512,
+            dtype="float32",
+            limit_mm_per_prompt='{"image": 4}',
+        ),
         scheduler=SchedulerConfig(max_num_seqs=7),
         parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=4),
         executor=replace(VLLM, enforce_eager=True),
@@ -33,6 +38,7 @@ def test_settings_that_both_have_go_by_their_names_and_defaults_are_the_engines(
     assert engine_arguments(config, KNOWN) == {
         "model": "some/model", "max_model_len": 512, "dtype": "float32", "max_num_seqs": 7,
         "tensor_parallel_size": 2, "enforce_eager": True,
+        "limit_mm_per_prompt": {"image": 4, "video": 0, "audio": 0},
     }  # fmt: skip
 
 

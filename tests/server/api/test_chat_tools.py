@@ -113,6 +113,7 @@ def test_a_call_is_answered_as_one(http: Any, engines: Any) -> None:
     (choice,) = http.chat(tools=[WEATHER])["choices"]
     message = choice["message"]
     (call,) = message.pop("tool_calls")
+    assert message.pop("reasoning_content") is message.pop("reasoning") is None
     assert message == {"role": "assistant", "content": None, "refusal": None}
     assert call.pop("id").startswith("call_")
     assert call == {
@@ -400,6 +401,9 @@ def test_reasoning_is_shown_apart(http: Any, engines: Any) -> None:
     message = http.chat(include_reasoning=False, **fields)["choices"][0]["message"]
     assert "reasoning_content" not in message
     assert message["content"] == "Yes."
+    engines.script = engines.answer("Yes.")
+    message = http.chat()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"]) == (None, None)
 
 
 def test_a_call_in_reasoning_that_nothing_follows_is_a_call(http: Any, engines: Any) -> None:

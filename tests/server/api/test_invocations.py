@@ -63,6 +63,7 @@ def test_streams_end_with_their_usage_where_the_operator_wants_it(
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/chat/completions", {"messages": [USER]}),
     ):
-        last = http.stream(path, {**body, "stream_options": options})[-1]
+        *chunks, last = http.stream(path, {**body, "stream_options": options})
+        assert all(bool(chunk.get("usage")) == forced for chunk in chunks)
         wanted = forced or bool((options or {}).get("include_usage"))
         assert bool(last.get("usage")) == wanted

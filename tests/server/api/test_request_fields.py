@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.shared.config import ModelConfig
-from engine.shared.messages import RequestTiming
+from engine.shared.messages import RequestOutput, RequestTiming
 from server.answer.formats import AnswerFormats
 from server.answer.tool_choice import ToolUse
 from server.api.services import make_services
@@ -73,7 +73,8 @@ def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
     named, fields = [7, 3, 300], {"return_tokens_as_token_ids": True, "max_tokens": 2}
     choice = http.chat(logprobs=True, logprob_token_ids=named, **fields)["choices"][0]
     for each in choice["logprobs"]["content"]:
-        assert [top["token"] for top in each["top_logprobs"]] == [f"token_id:{i}" for i in named]
+        tops = [top["token"] for top in each["top_logprobs"]]
+        assert tops == [each["token"], *[f"token_id:{i}" for i in named]]
     choice = http.complete(logprobs=0, logprob_token_ids=named, **fields)["choices"][0]
     scores = choice["logprobs"]
     for token, shown in zip(scores["tokens"], scores["top_logprobs"], strict=True):
@@ -268,3 +269,21 @@ def test_answers_show_how_long_they_took_where_the_operator_wants_it(
                 else None
             )
         assert "metrics" not in http.post(path, {**body, "n": 2}).json(), "whose would they be?"
+
+
+def test_a_single_token_has_no_time_between_tokens(http_of: Any, engines: Any) -> None:
+    def script(stream: Any) -> Any:
+        return [RequestOutput(stream.id, [1], "stop", timing=RequestTiming(0.5, 0.25, 0.0))]
+
+    engines.script = script
+    http = http_of(
+        FrontEndConfig(
+            model=ModelConfig(model="tiny"), http=HttpConfig(enable_per_request_metrics=True)
+        )
+    )
+    assert http.chat()["metrics"] == {
+        "time_to_first_token_ms": 250,
+        "generation_time_ms": 0,
+        "queue_time_ms": 500,
+        "tokens_per_second": 4,
+    }

@@ -65,7 +65,7 @@ def tokenizer(backend: Tokenizer, template: str) -> ServedTokenizer:
 
 @pytest.fixture
 def media() -> MediaConfig:
-    return MediaConfig(limit_mm_per_prompt='{"image": 3}', max_image_pixels=1 << 20)
+    return MediaConfig(max_image_pixels=1 << 20)
 
 
 @pytest.fixture
@@ -79,8 +79,10 @@ def vision(
     """Return what makes a client of the app; settings of images may be other ones."""
 
     def make(store: ResponseStore | None = None, **changed: Any) -> Http:
+        limit = changed.pop("limit_mm_per_prompt", '{"image": 3}')
+        model = msgspec.structs.replace(config.model, limit_mm_per_prompt=limit)
         changed_media = msgspec.structs.replace(media, **changed)
-        own = msgspec.structs.replace(config, media=changed_media)
+        own = msgspec.structs.replace(config, model=model, media=changed_media)
         metrics = FrontEndMetrics(own)
         services = make_services(own, engines, tokenizer, metrics, processor=processor, store=store)
         return Http(build_app(services))

@@ -95,6 +95,38 @@ def test_several_images_of_several_messages_keep_their_order(
     assert len(set(digests[5:8]) & set(digests[:5])) == 0
 
 
+def test_engines_that_resize_get_whole_images(http: Http, engines: FakeGenerationClient) -> None:
+    engines.wants_whole_images, engines.context = True, 2048
+    large = picture(3 * TILE, 5 * TILE)
+    http.chat(messages=[user(text("a"), image(), image(data_url(encoded(large)))), user(image())])
+    ids = engines.streams[-1].prompt_token_ids
+    token, inputs = engines.tokenizer.token_to_id("<image>"), engines.streams[-1].encoder_inputs
+    assert [(each.height, each.width) for each in inputs] == [
+        (TILE, TILE), (3 * TILE, 5 * TILE), (TILE, TILE),
+    ]  # fmt: skip
+    assert inputs[1].pixels == large.tobytes()
+    assert inputs[0].digest == inputs[2].digest != inputs[1].digest
+    outside, before = list(ids), 0
+    for each in inputs:
+        end = each.position + each.num_tokens
+        assert ids[each.position] == ids[end - 1] == token
+        assert each.position >= before
+        outside[each.position : end] = [0] * each.num_tokens
+        before = end
+    assert token not in outside
+
+
+def test_whole_images_have_a_bound(
+    http: Http, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.media.images.MAX_PIXEL_BYTES", 3 * 200 * 200)
+    engines.wants_whole_images = True
+    wide, body = data_url(encoded(picture(200, 201))), {"model": "tiny"}
+    answer = http.post("/v1/chat/completions", {**body, "messages": [user(image(wide))]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+
+
 def test_all_choices_carry_the_image(http: Http, engines: FakeGenerationClient) -> None:
     http.chat(messages=[user(image())], n=2)
     first, second = engines.streams

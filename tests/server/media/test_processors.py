@@ -13,6 +13,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from server.media.processors import BadProcessor, ImageProcessor, image_processor
@@ -86,7 +87,7 @@ def test_images_are_resized_as_those_of_gemma3(tmp_path: Path, shape: tuple[int,
     np.testing.assert_allclose(normalized(prepared(own, image)[0], theirs), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_images_are_resized_as_those_of_qwen(
     tmp_path: Path, kind: str, shape: tuple[int, int]
@@ -132,6 +133,19 @@ def test_the_prompt_is_that_of_gemma3(tmp_path: Path, backend: Tokenizer) -> Non
     theirs = Gemma3Processor(Gemma3ImageProcessorPil(**GEMMA3), tokens, image_seq_length=7)
     expected = theirs(images=[picture(9, 7)], text="hello\n<start_of_image> world")["input_ids"][0]
     assert tokens(f"hello\n{own.plan(9, 7).text} world")["input_ids"] == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_and_columns_are_those_of_mistral3(tmp_path: Path, shape: tuple[int, int]) -> None:
+    settings: dict[str, Any] = {"size": {"longest_edge": 96}}
+    network = {"vision_config": {"patch_size": 4}, "spatial_merge_size": 2}
+    own = processor(tmp_path, "mistral3", settings, **network)
+    theirs = PixtralImageProcessorPil(**settings, patch_size={"height": 8, "width": 8})
+    [(height, width)] = theirs(picture(*shape))["image_sizes"]
+    plan = own.plan(*shape)
+    row = "[IMG]" * (width // 8)
+    assert plan.text == f"{row}[IMG_BREAK]" * (height // 8 - 1) + f"{row}[IMG_END]"
+    assert [size.num_tokens for size in plan.sizes] == [width // 8] * (height // 8)
 
 
 def test_settings_may_stand_in_one_file_for_all_processors(tmp_path: Path) -> None:

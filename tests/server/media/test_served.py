@@ -31,7 +31,7 @@ def test_a_model_whose_processor_is_not_known_is_served_without_images(
 def test_a_kind_that_is_not_known_is_said_to_read_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", **VISION}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", **VISION}))
     assert served_processor(tmp_path) is None
     assert "images are not served with this kind of model: it reads text only" in caplog.text
 

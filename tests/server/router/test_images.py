@@ -40,6 +40,13 @@ class SomeSee(Cluster):
         )  # fmt: skip
 
 
+class Resizing(SomeSee):
+    """Its engines take images as they are."""
+
+    def setup_of(self, rank: int) -> EngineSetup:
+        return msgspec.structs.replace(super().setup_of(rank), whole_images=True)
+
+
 def test_a_request_with_an_image_goes_to_an_engine_that_takes_images() -> None:
     cluster = SomeSee(0, 1, 2, seeing=[1])
     for name in ("a", "b", "c"):
@@ -59,6 +66,11 @@ def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
     assert second.rank == ({1, 2} - {first.rank}).pop()
     (message,) = second.held.values()
     assert message.encoder_inputs == [image()]
+
+
+def test_engines_say_whether_they_resize_images_themselves() -> None:
+    assert not SomeSee(0, seeing=[0]).router.members.wants_whole_images
+    assert Resizing(0, seeing=[0]).router.members.wants_whole_images
 
 
 def test_a_request_with_an_image_waits_for_an_engine_that_takes_images() -> None:
