@@ -1,1 +1,1 @@
-"""Images of clients: where they come from, how they are decoded, and what encoders take of them."""
+"""Images in requests: fetching, decoding and preprocessing."""

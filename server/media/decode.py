@@ -1,6 +1,6 @@
-"""Images as bytes of files, looked at before they are decoded, and decoded.
+"""Image files: validation from the header, then decoding.
 
-Nothing of what Pillow says reaches clients: its texts may hold addresses of objects.
+Pillow's error texts are never sent to clients: they can contain object addresses.
 """
 
 import hashlib
@@ -15,27 +15,27 @@ from server.media.processors import EncoderSize, ImagePlan, ImageProcessor
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_SIDE = 32768
 MAX_SCANS = 200
-"""Scans of a JPEG file: each goes over all of the image again. Encoders write about ten."""
+"""Maximum scans in a JPEG file: each covers the entire image. Encoders write about ten."""
 
-Image.MAX_IMAGE_PIXELS = None  # `ImageFile` has a bound of its own
+Image.MAX_IMAGE_PIXELS = None  # `ImageFile` enforces its own limit
 
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap the sides."""
 
 
 class BadImage(ValueError):
-    """An image that is not taken; the text is for the client."""
+    """An image was rejected; the message is sent to the client."""
 
 
 class ImageFile:
-    """An image that has not been decoded.
+    """An encoded image, validated from its header.
 
     Args:
-        content: PNG, JPEG, WEBP or GIF, of which the first frame counts.
-        max_pixels: that it may have.
+        content: a PNG, JPEG, WEBP or GIF file; only the first frame is used.
+        max_pixels: maximum width x height.
 
     Raises:
-        BadImage: it is none of these, broken, or too large.
+        BadImage: the format is unsupported, the header is corrupt, or the image is too large.
     """
 
     def __init__(self, content: bytes, max_pixels: int) -> None:
@@ -45,7 +45,7 @@ class ImageFile:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 self.width, self.height = image.size
                 turned = _orientation(image.info.get("exif")) in _TURNED
-        except Exception as error:  # decoders of hostile bytes raise whatever they like
+        except Exception as error:  # decoders can raise anything on hostile input
             raise BadImage(
                 "the image is not a PNG, JPEG, WEBP or GIF image, or its head is broken"
             ) from error
@@ -69,14 +69,14 @@ class ImageFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the encoded file in bytes."""
         return len(self._content)
 
     def decode(self) -> Image.Image:
         """Return the image upright and in RGB, as transformers loads images.
 
         Raises:
-            BadImage: it is broken, or larger than its head says.
+            BadImage: the image is corrupt, or its decoded size exceeds the limits.
         """
         try:
             with Image.open(io.BytesIO(self._content), formats=FORMATS) as image:
@@ -93,7 +93,7 @@ class ImageFile:
 
 
 def _orientation(exif: bytes | None) -> int:
-    """Return which way an image lies; as it is where its metadata are broken."""
+    """Return the EXIF orientation, 1 (upright) if the metadata are corrupt."""
     found = Image.Exif()
     try:
         found.load(exif or b"")
@@ -103,7 +103,7 @@ def _orientation(exif: bytes | None) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return an image turned as its metadata say; as it is where these are broken."""
+    """Apply the EXIF orientation; return the image unchanged if its metadata are corrupt."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -113,12 +113,13 @@ def _upright(image: Image.Image) -> Image.Image:
 def encoder_inputs(
     file: ImageFile, processor: ImageProcessor, *, whole: bool
 ) -> tuple[ImagePlan, tuple[EncoderInput, ...]]:
-    """Decode an image; return what becomes of it, and what engines take of it, at no position yet.
+    """Decode an image; return its plan and its encoder inputs, with position 0.
 
-    With `whole` that is the image in its own size, else what the encoder takes.
+    With `whole`, the only input is the image in its original size; otherwise one input per size
+    of the plan.
 
     Raises:
-        BadImage: it cannot be decoded.
+        BadImage: the image cannot be decoded.
     """
     image = file.decode()
     plan = processor.plan(image.height, image.width)

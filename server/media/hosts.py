@@ -1,8 +1,8 @@
-"""Images from hosts that the operator allows.
+"""Downloads of images from allowed hosts.
 
-Nobody is to reach through this server what only the server can reach. A host is resolved once,
-each of its addresses is checked, and the connection goes to an address that was: what a name
-resolves to later does not matter. Redirects are followed by the same rules.
+Prevents server-side request forgery. A host name is resolved once, all its addresses are checked,
+and the connection uses one of them, so that DNS rebinding has no effect. Redirects are subject to
+the same checks.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ import httpcore
 from server.media.decode import BadImage
 
 MAX_URL = 8192
-"""Characters of a URL that is no `data:` URL."""
+"""Maximum length in characters of a URL other than a `data:` URL."""
 MAX_REDIRECTS = 3
 MAX_FETCHES = 32
-"""Images that a process fetches at a time."""
+"""Maximum concurrent downloads per process."""
 
 
 async def _addresses_of(host: str, port: int) -> list[str]:
@@ -29,7 +29,7 @@ async def _addresses_of(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet's, and so is the IPv4 address within it."""
+    """Return whether an IP address, and any IPv4 address embedded in it, is publicly routable."""
     try:
         found: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(address)
     except ValueError:
@@ -48,18 +48,18 @@ def is_public(address: str) -> bool:
 
 
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-"""IPv4 addresses behind a translator (NAT64)."""
+"""The NAT64 prefix, whose addresses embed an IPv4 address."""
 
 
 class Hosts:
-    """Fetches images over http(s).
+    """Fetches images over HTTP and HTTPS.
 
     Args:
-        domains: hosts that may be asked; `*.example.com` are those below one.
-        max_bytes: of an image.
-        seconds: that getting one may take.
-        resolve: returns the addresses of a host, for a port.
-        allows: whether an address may be connected to.
+        domains: allowed hosts; `*.example.com` allows all subdomains of example.com.
+        max_bytes: maximum size of an image.
+        seconds: timeout per image, including the wait for a free download slot.
+        resolve: returns the IP addresses of a host, given the host and port.
+        allows: returns whether connecting to an IP address is allowed.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Hosts:
         self._places = asyncio.Semaphore(MAX_FETCHES)
 
     async def fetch(self, url: str) -> bytes:
-        """Return the image at a URL.
+        """Return the bytes of the image at a URL.
 
         Raises:
-            BadImage: it is not allowed, not there, too large or too slow.
+            BadImage: the URL is invalid or not allowed, or the download failed, timed out or
+                exceeded `max_bytes`.
         """
         try:
             async with asyncio.timeout(self._seconds), self._places:
@@ -101,7 +102,7 @@ class Hosts:
         raise BadImage(f"the image is behind more than {MAX_REDIRECTS} redirects")
 
     async def _get(self, url: str) -> bytes | str:
-        """Return what is at a URL, or where that has moved."""
+        """Return the content of a URL, or the target URL if it redirects."""
         host, port = self._checked(url)
         addresses = await self._resolve(host, port)
         if not addresses or not all(map(self._allows, addresses)):
@@ -128,9 +129,9 @@ class Hosts:
             return bytes(content)
 
     def _checked(self, url: str) -> tuple[str, int]:
-        """Return the host and port of a URL, if the host may be asked."""
+        """Return the host and port of a URL; raise `BadImage` if the host is not allowed."""
         try:
-            # No two programs may read a URL in two ways: those that tempt them to are not taken.
+            # URL parsers disagree on these characters, so a check could pass for another host.
             if not url.isascii() or any(each <= " " or each in "\\\x7f" for each in url):
                 raise ValueError
             parts = urlsplit(url)
@@ -150,7 +151,7 @@ def _matches(host: str, domain: str) -> bool:
 
 
 class _Addresses(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that were checked, whatever host is asked for."""
+    """Connects to the checked addresses only, whatever the requested host."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = list(dict.fromkeys(addresses))
@@ -159,7 +160,7 @@ class _Addresses(httpcore.AsyncNetworkBackend):
         self,
         host: str,
         port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - httpcore says so
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore's signature
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:

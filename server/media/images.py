@@ -1,7 +1,7 @@
-"""The images of a request: looked at, counted, and prepared for the encoder.
+"""The images of a request: validated, counted, and prepared for the encoder.
 
-Everything that takes time runs in threads of its own, which tenants share fairly. What a request
-holds is counted from when it comes until the request has ended.
+Slow work runs in a dedicated thread pool that tenants share fairly. The memory of a request's
+images counts against a budget until the request ends.
 """
 
 import asyncio
@@ -46,16 +46,16 @@ class ImageSource(NamedTuple):
 
 
 class PreparedImage(NamedTuple):
-    """An image as it takes part in a prompt."""
+    """An image of a prompt."""
 
     plan: ImagePlan
     inputs: tuple[EncoderInput, ...]
-    """What engines take of it, at no position yet: the whole of it, or one for each size of the
-    plan. Empty if it is only counted."""
+    """The encoder inputs, with position 0: one for the entire image, or one per size of the plan.
+    Empty if the image was only counted."""
 
 
 class HeldImages:
-    """Bytes of images that a request holds; `release` must be called whatever happens."""
+    """Accounts for the image bytes of one request; always call `release` at its end."""
 
     def __init__(self, budget: TenantBudget, tenant: int) -> None:
         self._budget = budget
@@ -63,10 +63,10 @@ class HeldImages:
         self._size = 0
 
     def take(self, size: int) -> None:
-        """Count this much more.
+        """Reserve `size` bytes.
 
         Raises:
-            ApiError: 429 or 503, there is no room for it.
+            ApiError: 429 if the tenant's budget is exhausted, 503 if the server's is.
         """
         exceeded = self._budget.exceeded(self._tenant, size)
         if exceeded is not None:
@@ -79,24 +79,24 @@ class HeldImages:
         self._size += size
 
     def give_back(self, size: int) -> None:
-        """Count this much less."""
+        """Release `size` bytes."""
         self._budget.give_back(self._tenant, size)
         self._size -= size
 
     def release(self) -> None:
-        """Count nothing any more; idempotent."""
+        """Release all bytes; idempotent."""
         self.give_back(self._size)
 
 
 class Images:
-    """Prepares images as the served model takes them.
+    """Prepares images for the served model.
 
     Args:
-        processor: of the model.
-        token_id: of the token that stands for images.
-        config: what is allowed.
-        metrics: counts.
-        max_images: of a request.
+        processor: the model's image processor.
+        token_id: id of the image placeholder token.
+        config: limits and allowed sources.
+        metrics: receives counts, refusals and preparation times.
+        max_images: maximum images per request.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class Images:
         self._metrics = metrics
 
     def hold(self, tenant: int) -> HeldImages:
-        """Return the place of a request's images, of which none have come yet."""
+        """Return an empty memory account for the images of a new request."""
         return HeldImages(self._budget, tenant)
 
     async def count(self, sources: Sequence[ImageSource], held: HeldImages) -> list[PreparedImage]:
-        """Return images as they count in a prompt; none is decoded.
+        """Return the images with their plans only, without decoding them.
 
         Raises:
-            ApiError: there are too many, or one is not taken.
+            ApiError: there are too many images, or one is rejected.
         """
         with self._counted(sources):
             return [PreparedImage(plan, ()) for _, plan in await self._look(sources, held)]
@@ -146,17 +146,17 @@ class Images:
         copies: int = 1,
         whole: bool = False,
     ) -> list[PreparedImage]:
-        """Return images as engines take them.
+        """Return the images decoded and ready for the engines.
 
         Args:
-            sources: of the images.
-            held: counts their bytes; those of files are given back.
-            max_model_len: tokens of images that fit into no prompt are refused undecoded.
-            copies: sequences that each carry the images to an engine.
-            whole: engines resize them.
+            sources: the images.
+            held: accounts for their bytes; those of encoded files are released on return.
+            max_model_len: images with this many tokens or more are refused before decoding.
+            copies: number of sequences that each carry the images to an engine.
+            whole: keep the original sizes, because the engines resize.
 
         Raises:
-            ApiError: there are too many, one is not taken, or there is no room for them.
+            ApiError: there are too many images, one is rejected, or the memory budget is exhausted.
         """
         began = time.monotonic()
         with self._counted(sources):
@@ -221,12 +221,12 @@ class Images:
             raise _refusal(source, error) from error
 
     def prompt_text(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """Return a rendered conversation with what stands for each image in its place.
+        """Replace the marker of each image in a rendered conversation by its placeholder text.
 
         Raises:
-            ApiError: the template has not written a marker for each image.
+            ApiError: the number of markers is not the number of images.
         """
-        # Templates that take no parts have left the marks where they were.
+        # Templates that do not support content parts leave these placeholders in the text.
         text = text.replace(PART, "\n").replace(IMAGE, self.processor.marker)
         first, *others = text.split(self.processor.marker)
         if len(others) != len(images):
@@ -243,10 +243,10 @@ class Images:
     def placed(
         self, token_ids: list[int], images: Sequence[PreparedImage]
     ) -> tuple[EncoderInput, ...]:
-        """Return what engines take, each at the tokens of a prompt that stand for it.
+        """Return the encoder inputs, each with the position of its placeholder tokens.
 
         Raises:
-            ApiError: there are more or fewer of these tokens.
+            ApiError: the placeholder tokens of the prompt do not match the images.
         """
         inputs, at = [], 0
         try:
@@ -272,7 +272,7 @@ class Images:
 
     @contextmanager
     def _counted(self, sources: Sequence[ImageSource]) -> Iterator[None]:
-        """Count refusals by what was wrong; of several errors at once the first is raised."""
+        """Count refusals by reason; raise only the first error of an exception group."""
         try:
             yield
         except BaseExceptionGroup as failures:
@@ -297,7 +297,7 @@ def _refusal(source: ImageSource, error: BadImage) -> ApiError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the label under which a refusal counts."""
+    """Return the metric label of a refusal."""
     if not isinstance(error, ApiError):
         return "error"
     if error.status != 400:

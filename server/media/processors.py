@@ -1,9 +1,9 @@
-"""How each kind of model takes an image: sizes, tiles, and the text that stands for it.
+"""Image processors by model type: sizes, tiles and placeholder text.
 
-Numbers of tokens and sizes follow from the size of an image alone, so that both are known before
-anything is decoded. Resizing is Pillow's, on bytes, as the models' authors did it; engines rescale
-and normalize. Video and audio would be further kinds of media beside `ImageProcessor`, whose plans
-have the same form: a text, and what the encoder takes for runs of its tokens.
+Token counts and sizes depend only on the dimensions of an image, so both are known before it is
+decoded. Pillow resizes uint8 pixels, as the models' authors did; engines rescale and normalize.
+Video and audio would get their own protocols next to `ImageProcessor`, with plans of the same form:
+placeholder text, and the encoder input of each run of tokens.
 """
 
 import math
@@ -16,11 +16,11 @@ from PIL import Image
 
 
 class BadProcessor(ValueError):
-    """The files of a model say how it takes images, and that is not known here."""
+    """The image processor configuration of a model is invalid or unsupported."""
 
 
 class EncoderSize(NamedTuple):
-    """Maximum input of the encoder at a time, in pixels and in tokens."""
+    """Size of one encoder input in pixels, and its number of tokens."""
 
     height: int
     width: int
@@ -31,42 +31,42 @@ class ImagePlan(NamedTuple):
     """The shape of a prepared image."""
 
     text: str
-    """What stands for it in the prompt."""
+    """Placeholder text in the prompt."""
     sizes: tuple[EncoderSize, ...]
-    """What the encoder takes, in the order of its tokens."""
+    """Encoder inputs in the order of their tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the encoder makes embeddings for."""
+        """Number of image embeddings, one per placeholder token."""
         return sum(size.num_tokens for size in self.sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pixels."""
+        """Size of all encoder inputs in bytes, as uint8 RGB."""
         return sum(3 * size.height * size.width for size in self.sizes)
 
 
 class ImageProcessor(Protocol):
-    """Takes images as one kind of model does."""
+    """Image preprocessing of one model type."""
 
     marker: str
-    """What the chat template writes for an image."""
+    """Text that the chat template emits for an image."""
     token: str
-    """The token that each embedding stands in place of."""
+    """Placeholder token that is replaced by one embedding."""
     name: str
-    """Of the kind, and of all settings that pixels depend on."""
+    """Identifies the processor and all settings that affect pixels."""
 
     def plan(self, height: int, width: int) -> ImagePlan:
-        """Return what becomes of an image of this size; its sides differ 200-fold at most."""
+        """Return the plan for an image of this size, whose aspect ratio is at most 200."""
         ...
 
     def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
-        """Yield what the encoder takes of an RGB image, in the sizes of its plan."""
+        """Yield the encoder inputs of an RGB image, in the sizes of its plan."""
         ...
 
 
 class Idefics3:
-    """Idefics3 and SmolVLM: tiles row by row, then the whole image in the size of a tile."""
+    """Idefics3 and SmolVLM: tiles in row-major order, then the whole image resized to one tile."""
 
     marker = token = "<image>"
     _LONGEST = 4096
@@ -86,7 +86,7 @@ class Idefics3:
         return patches**2 // int(config.get("scale_factor", 2)) ** 2
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size with the longer side as it is wanted, even on the shorter one."""
+        """Return (height, width) with the configured longer side; the shorter side is even."""
         ratio = width / height
         if width >= height:
             width, height = self._edge, int(self._edge / ratio)
@@ -103,7 +103,7 @@ class Idefics3:
         return max(height, 1), max(width, 1)
 
     def _tiled(self, height: int, width: int) -> tuple[int, int]:
-        """Return a size that is whole tiles."""
+        """Round (height, width) up to whole tiles."""
         tile, ratio = self._tile, width / height
         if width >= height:
             width = math.ceil(width / tile) * tile
@@ -114,7 +114,7 @@ class Idefics3:
         return height, width
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles; (0, 0) if the whole is the only one."""
+        """Return the rows and columns of tiles; (0, 0) if the image is not split."""
         if not self._splits:
             return 0, 0
         height, width = self._tiled(*self._resized(height, width))
@@ -155,7 +155,7 @@ class Idefics3:
 
 
 class Gemma3:
-    """Gemma 3: every image in one size, whatever its shape."""
+    """Gemma 3: every image is resized to one fixed size."""
 
     marker, token = "<start_of_image>", "<image_soft_token>"
 
@@ -180,7 +180,7 @@ class Gemma3:
 
 
 class Qwen2VL:
-    """Qwen2-VL and its successors: about the size that the image has, in whole merged patches."""
+    """Qwen2-VL and successors: native size, rounded to whole merged patches within pixel limits."""
 
     marker = token = "<|image_pad|>"
 
@@ -216,7 +216,7 @@ class Qwen2VL:
 
 
 class Mistral3:
-    """Mistral 3: rows of merged patches; only engines that resize images themselves take it."""
+    """Mistral 3: rows of merged patches; supported only by engines that resize images."""
 
     marker = token = "[IMG]"
 
@@ -251,14 +251,14 @@ _KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL] | type[Mistral3]
     "qwen3_5_moe": Qwen2VL,
     "mistral3": Mistral3,
 }
-"""By the `model_type` of config.json."""
+"""Processor classes by the `model_type` of config.json."""
 
 
 def image_processor(directory: Path) -> ImageProcessor | None:
-    """Return how the model in a directory takes images; None if it reads text only.
+    """Return the image processor of the model in a directory, None if images are not supported.
 
     Raises:
-        BadProcessor: its files do not say, or say what is not known here.
+        BadProcessor: the configuration is unreadable, incomplete or unsupported.
     """
     config = _read(directory / "config.json")
     kind = _KINDS.get(str(config.get("model_type")))

@@ -1,4 +1,4 @@
-"""What a process needs to know of images before it serves a model; without Pillow where it can."""
+"""Image support of the served model; imports Pillow only if the model has it."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def served_processor(model: Path) -> "ImageProcessor | None":
-    """Return how the model in a directory takes images, if it does and it is known how."""
+    """Return the image processor of the model in a directory, None if images are not supported."""
     config = model / "config.json"
     if not config.is_file() or b'"vision_config"' not in config.read_bytes():
         return None
@@ -30,5 +30,5 @@ def served_processor(model: Path) -> "ImageProcessor | None":
 
 
 def placeholders_of(processor: "ImageProcessor | None") -> Placeholders | None:
-    """Return the texts that only images may bring into a prompt, if the model takes images."""
+    """Return the image placeholders, which text from clients must not contain, or None."""
     return None if processor is None else Placeholders((processor.marker, processor.token))

@@ -1,4 +1,4 @@
-"""Where images come from: `data:` URLs, hosts and directories that the operator allows."""
+"""Reads images from `data:` URLs, and from hosts and directories that the operator allows."""
 
 import asyncio
 import base64
@@ -13,17 +13,17 @@ from server.media.decode import BadImage
 from server.media.hosts import MAX_URL, Hosts
 
 _PIECE = 1 << 16
-"""Characters of a URL that is decoded beside the event loop."""
+"""Length in characters above which a `data:` URL is decoded in a thread."""
 
 
 class ImageSources:
-    """Gets the bytes of images.
+    """Reads the bytes of images.
 
     Args:
-        domains: hosts that may be asked; `*.example.com` are those below one.
-        local_path: directory below which files may be read.
-        max_bytes: of an image.
-        seconds: that getting one may take.
+        domains: allowed hosts; `*.example.com` allows all subdomains of example.com.
+        local_path: directory below which files can be read.
+        max_bytes: maximum size of an image.
+        seconds: timeout for fetching an image from a host.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class ImageSources:
         self._max_bytes = max_bytes
 
     async def read(self, url: str) -> bytes:
-        """Return the bytes that a URL stands for.
+        """Return the bytes of the image at a URL.
 
         Raises:
-            BadImage: it is not allowed, not there, too large or too slow.
+            BadImage: the URL is invalid or not allowed, or reading failed, timed out or exceeded
+                `max_bytes`.
         """
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
@@ -83,7 +84,7 @@ class ImageSources:
         except (OSError, ValueError, RuntimeError) as error:
             raise outside from error
         try:
-            # What was checked may have been replaced since: what was opened counts.
+            # The path may have been replaced since the check, so check the opened file.
             at = Path(os.readlink(f"/proc/self/fd/{file}"))
             if not at.is_relative_to(self._root) or not stat.S_ISREG(os.fstat(file).st_mode):
                 raise outside
