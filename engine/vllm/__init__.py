@@ -1,1 +1,1 @@
-"""vLLM's engine core as what an engine process hosts. Only here is vLLM imported."""
+"""vLLM's engine core hosted in an engine process. Only this package imports vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's arguments for the settings of an engine."""
+"""Translation of engine settings to vLLM's arguments."""
 
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,24 @@ MAPPED = {
     "pipeline_parallel_size": "pipeline_parallel_size",
     "language_model_only": "language_model_only", "limit_mm_per_prompt": "limit_mm_per_prompt",
 }  # fmt: skip
-"""vLLM's names of the settings that both have; one that is left at its default is vLLM's choice."""
+"""vLLM's argument names by setting; a setting at its default is not passed to vLLM."""
 
 _OURS = frozenset({
     "served_model_name", "generation_config", "override_generation_config", "chat_template",
     "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
     "device", "enable_expert_parallel",
 })  # fmt: skip
-"""Settings that hold whatever the engine is, or that are checked by themselves."""
+"""Settings that apply to every engine backend, or that are validated separately."""
 
 _OWN = frozenset({"disable_log_stats", "data_parallel_size", "distributed_executor_backend"})
-"""Arguments of vLLM that this process decides."""
+"""vLLM arguments that cannot be set in --engine-args."""
 
 _PARALLEL = ("nnodes", "enable_eplb", "pipeline_layer_partition")
-"""The only settings of the layout that no vLLM engine has; the others are the cluster's."""
+"""Parallelism settings that vLLM engines do not support; the others apply to the cluster."""
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Refuse settings that a vLLM engine would not heed.
+    """Reject settings that a vLLM engine would ignore.
 
     Raises:
         ValueError: names the setting.
@@ -64,10 +64,10 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, Any]:
-    """Return vLLM's arguments; `known` are the names that the installed version has.
+    """Return vLLM's arguments; `known` contains the argument names of the installed version.
 
     Raises:
-        ValueError: the settings cannot be served, or --engine-args is wrong.
+        ValueError: a setting is not supported, or --engine-args is invalid.
     """
     check_settings(config)
     arguments: dict[str, Any] = {"model": config.model.model}
@@ -75,7 +75,7 @@ def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, A
         for name, value in _changed(section).items():
             if name in MAPPED:
                 arguments[MAPPED[name]] = value
-    # Of what is not served nothing is loaded, and no memory is kept for it.
+    # Zero limits keep vLLM from loading encoders and reserving memory for unsupported media.
     arguments["limit_mm_per_prompt"] = {"image": config.model.max_images, "video": 0, "audio": 0}
     if config.parallel.enable_expert_parallel:
         arguments["enable_expert_parallel"] = True
@@ -104,7 +104,7 @@ def _given(text: str) -> dict[str, Any]:
 
 
 def _changed(section: Section) -> dict[str, Any]:
-    """Return the fields that are not at their defaults."""
+    """Return the fields whose values differ from their defaults."""
     default = type(section)()
     return {
         name: value

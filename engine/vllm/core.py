@@ -1,4 +1,4 @@
-"""One vLLM engine core in this process, as what the process hosts."""
+"""A vLLM engine core that runs in this process."""
 
 import dataclasses
 import hashlib
@@ -66,12 +66,12 @@ UTILITIES = (
     "info", "is_sleeping", "pause", "reset_prefix_cache", "resume", "sleep", "wake_up",
 )  # fmt: skip
 TESTED = ("0.32.",)
-"""Beginnings of the versions that the tests run with."""
+"""Prefixes of the vLLM versions covered by the tests."""
 PENALTIES = "engine.vllm.penalties:PenaltiesProcessor"
 
 
 class VllmCore:
-    """A `HostedEngine`: requests wait in vLLM's scheduler, and its executor computes them."""
+    """A `HostedEngine` that runs requests with vLLM's scheduler and executor."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class VllmCore:
         on_failure: Callable[[str], None],
         weight_version: str = "",
     ) -> None:
-        """Load the model; `on_failure` is called, in another thread, when a worker dies.
+        """Load the model; `on_failure` is called from another thread when a worker dies.
 
         Raises:
-            ValueError: vLLM, or this engine, cannot serve the settings.
+            ValueError: vLLM or this engine does not support the settings.
         """
         if not vllm.__version__.startswith(TESTED):
             logger.warning(
@@ -94,12 +94,12 @@ class VllmCore:
                 vllm.__version__,
                 ", ".join(f"{each}x" for each in TESTED),
             )
-        # Engines of one node share its cores, which each would else bind its threads to.
+        # Engines on one node share its cores; by default each would bind its threads to them.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
         arguments = engine_arguments(config, known)
         if current_platform.is_cpu():
-            # After each part of a prompt vLLM rewinds a seed's generator, which CPUs' cannot do.
+            # vLLM rewinds a seeded generator after each prefill chunk, which CPU ones cannot do.
             arguments["enable_chunked_prefill"] = False
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
@@ -111,7 +111,7 @@ class VllmCore:
         self._moves = Moves.RESUMED
         if not self._config.use_v2_model_runner:
             self._moves = Moves.UNCOUNTED
-            if self._config.speculative_config is None:  # with which vLLM takes no processors
+            if self._config.speculative_config is None:  # drafts exclude logits processors
                 self._moves = Moves.COUNTED
                 model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
         self._generation = model.try_get_generation_config()
@@ -122,7 +122,7 @@ class VllmCore:
             log_stats=True,
             executor_fail_callback=lambda: on_failure("a process of vLLM's executor has died"),
         )
-        # Else sequences without a seed are drawn alike on all engines that have just started.
+        # Otherwise unseeded sequences sample identically on all freshly started engines.
         self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
         takes_media = model.supports_multimodal_inputs
         self._images = ImagePreparation(self._config) if takes_media else None
@@ -136,12 +136,12 @@ class VllmCore:
         self._counters = EngineCounters()
         self._sequences: dict[int, Sequence] = {}
         self._held: deque[Any] = deque()
-        """Requests of vLLM that wait for one that runs alone, or to run alone."""
+        """vLLM requests that wait for an exclusive request to end, or to run exclusively."""
         self._admits = True
-        """Whether waiting requests begin."""
+        """False while paused with `wait`: no waiting request starts."""
         self._alone = self._alone_steps = 0
         self._uncomputed = 0
-        """Prompt tokens of sequences without an output."""
+        """Tokens to prefill of sequences that have not produced output here."""
         self._num_steps = self._version = 0
 
     def _setup(self, config: EngineConfig) -> EngineSetup:
@@ -165,16 +165,16 @@ class VllmCore:
         )
 
     def shutdown(self) -> None:
-        """End vLLM's processes and give all memory back."""
+        """Stop vLLM's processes and release all memory."""
         if self._images is not None:
             self._images.close()
         self._core.shutdown()
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to compute or to send."""
+        """Whether there are requests to compute or outputs to send."""
         if (
             self._front_ends.has_mail
             or self._core.batch_queue
@@ -186,23 +186,23 @@ class VllmCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are requests, or answers to be sent; those of a halted engine wait."""
+        """Whether there are outputs to send or, unless the engine is halted, requests."""
         waits = bool(self._sequences) and not self.halting.is_halted
         return self._front_ends.has_mail or waits
 
     @property
     def has_front_ends(self) -> bool:
-        """Whether anybody is there who could send requests."""
+        """Whether any front end is connected."""
         return self._front_ends.any_present
 
     @property
     def next_tokens(self) -> int:
-        """Maximum tokens that the next step can compute."""
+        """Upper bound on the tokens of the next step."""
         most: int = self._config.scheduler_config.max_num_batched_tokens
         return min(len(self._sequences) + self._uncomputed, most)
 
     def stats(self) -> EngineStats:
-        """Return load and counters as of now, newer than all stats returned before."""
+        """Return the current load and counters, with a higher version than all earlier stats."""
         self._version += 1
         running = len(self._core.scheduler.running)
         return EngineStats(
@@ -227,7 +227,7 @@ class VllmCore:
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: CoreEvent) -> None:
-        """Take one event; an error in a message is reported to its sender only."""
+        """Handle an event; an invalid message is reported to its sender only."""
         match event:
             case AddRequest():
                 self._add(event)
@@ -251,7 +251,7 @@ class VllmCore:
             case Rejoined(wave):
                 self._clock.welcomed(wave)
             case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksWanted():
-                pass  # there are none
+                pass  # not supported by vLLM engines
 
     def _add(self, message: AddRequest) -> None:
         if not self._front_ends.is_present(message.front_end):
@@ -269,7 +269,7 @@ class VllmCore:
             self._front_ends.address(message.front_end).append(answer)
 
     def _queue(self, message: AddRequest) -> RequestOutput | None:
-        """Give a request to vLLM's scheduler; return the answer to one that cannot run."""
+        """Queue a request in vLLM; return its final output if it cannot run."""
         most = self.setup.max_model_len
         reason = refusal(message, max_model_len=most, vocab_size=self.vocab_size)
         if reason is not None:
@@ -290,7 +290,7 @@ class VllmCore:
                 if self._images is None or not self._images.takes_images:
                     raise NotOffered("messages", "this engine takes no images")
                 self._images.begin(message, wanted)
-                message = replace(message, encoder_inputs=[])  # vLLM has its own copies
+                message = replace(message, encoder_inputs=[])  # vLLM keeps its own copies
             else:
                 self._enter(message, wanted)
         except Exception as error:
@@ -331,13 +331,13 @@ class VllmCore:
         if sequence.first is None:
             self._uncomputed -= sequence.message.num_tokens
 
-    # -- what operators want ---------------------------------------------------------------------
+    # -- operator commands -----------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; vLLM does not say how many blocks they had.
+        """Drop all cached prefixes; always returns 0 because vLLM does not report the block count.
 
         Raises:
-            CannotDo: requests are being computed.
+            CannotDo: requests are running.
         """
         if not self._core.reset_prefix_cache():
             raise CannotDo("vLLM forgets prefixes only while nothing is computed: pause it first")
@@ -345,17 +345,17 @@ class VllmCore:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing runs until `resume`."""
+        """Whether a pause is complete: nothing runs until `resume`."""
         runs_any = self._core.scheduler.get_num_unfinished_requests() > 0
         return self.halting.is_paused or not (self._admits or runs_any)
 
     @property
     def _is_halted(self) -> bool:
-        """Whether no request begins."""
+        """Whether no waiting request starts."""
         return self.halting.is_halted or not self._admits
 
     def pause(self, mode: PauseMode) -> None:
-        """Launch no step, or with `wait` no request: the pause begins when those that run end."""
+        """Stop launching steps or, with `wait`, let running requests end and start no others."""
         if mode == "wait":
             self._admits = False
             return
@@ -363,7 +363,7 @@ class VllmCore:
         self.halting.pause(hand_over=mode == "move")
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause; idempotent."""
         self._admits = True
         self.halting.resume()
 
@@ -375,10 +375,10 @@ class VllmCore:
             self._abort(list(self._sequences))
 
     def sleep(self, level: int, mode: SleepMode = "keep") -> None:
-        """Give the memory back; requests wait and will be computed again.
+        """Release the memory; waiting requests are recomputed after `wake_up`.
 
         Raises:
-            CannotDo: vLLM was not started for it.
+            CannotDo: vLLM was started without `enable_sleep_mode`.
             StepFailed: a step in flight failed.
         """
         if level and not self._config.model_config.enable_sleep_mode:
@@ -394,7 +394,7 @@ class VllmCore:
             self._counters.count_sleep(time.monotonic() - began)
 
     def wake_up(self, tags: set[str] | None = None) -> None:
-        """Have back what the tags name, by default everything; with the last of it a sleep ends."""
+        """Restore the memory of the tags, by default all; the sleep ends with the last of them."""
         wanted = set(ASLEEP_TAGS) if tags is None else tags
         if back := self.halting.asleep & wanted:
             began = time.monotonic()
@@ -412,10 +412,10 @@ class VllmCore:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> CoreStep:
-        """Compute a step, and return everything there is to send.
+        """Run one step; return all pending messages.
 
         Raises:
-            StepFailed: the engine cannot go on.
+            StepFailed: the step failed and the engine cannot continue.
         """
         if self._images is not None and self._images.is_busy:
             self._enter_prepared(self._images)
@@ -455,10 +455,10 @@ class VllmCore:
             self._counters.count_step(computed)
 
     def _output(self, output: Any) -> int:
-        """Pass on what a step adds to a sequence; return the tokens that were computed for it."""
+        """Queue a step's output for its front end; return the number of tokens computed for it."""
         request_id = int(output.request_id)
         sequence = self._sequences.get(request_id)
-        if sequence is None:  # aborted while it was computed
+        if sequence is None:  # aborted during the step
             return 0
         was_first = sequence.first is None
         result = sequence.take(output, self._counters)
@@ -491,9 +491,9 @@ class VllmCore:
                 counters.spec_accepted_at[place] += accepted
 
     def _settle_alone(self) -> bool:
-        """Let held requests run if they may; return whether another one runs alone now.
+        """Start held requests that can run; return whether the exclusive request has changed.
 
-        Who runs alone is told before anything of it is computed.
+        The change is reported before the first step of the new exclusive request.
         """
         if self._alone and (self._alone not in self._sequences or self._alone_steps <= 0):
             self._alone = 0
@@ -513,7 +513,7 @@ class VllmCore:
 
 
 def _failed(message: AddRequest, error: Exception) -> RequestOutput:
-    """Return the answer to a request of which nothing has been queued: it fails alone."""
+    """Return the error output of a request that could not be queued; no other is affected."""
     if isinstance(error, NotOffered | VLLMValidationError | ValueError):
         param = error.param if isinstance(error, NotOffered) else None
         param = getattr(error, "parameter", param)

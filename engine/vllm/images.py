@@ -1,4 +1,4 @@
-"""Images as vLLM's engine core takes them: prepared by vLLM's own processor of the model."""
+"""Preparation of images for vLLM's engine core, by vLLM's own processor for the model."""
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -13,27 +13,27 @@ from engine.shared.messages import AddRequest, EncoderInput
 from engine.vllm.requests import NotOffered
 
 _PATIENCE = 0.05
-"""Seconds that an engine which has nothing else to compute waits for an image."""
+"""Seconds that an otherwise idle engine waits for an image."""
 
 
 class ImagePreparation:
-    """Prepares the images of requests in a thread beside the steps.
+    """Prepares the images of requests in a background thread while steps run.
 
-    Each is prepared once: vLLM's cache has it by its digest, which also tells images apart in
-    vLLM's encoder cache and in the hashes of its prefix cache.
+    vLLM caches prepared images by digest. The digest also identifies images in vLLM's encoder
+    cache and in the block hashes of its prefix cache.
 
     Args:
-        config: vLLM's.
+        config: vLLM's configuration (`VllmConfig`).
     """
 
     def __init__(self, config: Any) -> None:
         self._budget = MultiModalBudget(config, MULTIMODAL_REGISTRY)
         self.takes_images: bool = self._budget.mm_limits.get("image", 0) > 0
-        """Whether the model does, and --limit-mm-per-prompt allows any."""
+        """Whether the model supports images and --limit-mm-per-prompt allows at least one."""
         self._thread = ThreadPoolExecutor(1, "images")
         self._under_way: dict[int, Future[Any]] = {}
         self._prompt: list[int] = []
-        """Tokens of a prompt of one image."""
+        """vLLM's dummy prompt with one image, as input for its processor."""
         if self.takes_images:
             inputs = self._budget.processor.get_dummy_inputs(
                 config.model_config.max_model_len, {"image": 1}, {}
@@ -42,23 +42,23 @@ class ImagePreparation:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are requests that `done` has not returned."""
+        """Whether any requests have not been returned by `done` yet."""
         return bool(self._under_way)
 
     def begin(self, message: AddRequest, request: Any) -> None:
-        """Prepare the images of a message for its `EngineCoreRequest`; `done` has it afterwards."""
+        """Start preparing the images of a message; `done` returns its `EngineCoreRequest`."""
         self._under_way[message.id] = self._thread.submit(self._shown, message, request)
 
     def forget(self, request_id: int) -> None:
-        """Drop a request, if it is under way."""
+        """Cancel the preparation of a request; idempotent."""
         if (future := self._under_way.pop(request_id, None)) is not None:
             future.cancel()
 
     def done(self, *, idle: bool) -> list[tuple[int, "Future[Any]"]]:
-        """Return the ids of requests that are prepared, each with vLLM's or with what went wrong.
+        """Return finished requests: ids, each with a future of the `EngineCoreRequest` or an error.
 
         Args:
-            idle: nothing else is to be computed: wait a little for one.
+            idle: the engine has nothing else to compute, so wait briefly for the first one.
         """
         ended = wait(self._under_way.values(), _PATIENCE if idle else 0, FIRST_COMPLETED).done
         found = [(each, future) for each, future in self._under_way.items() if future in ended]
@@ -67,7 +67,7 @@ class ImagePreparation:
         return found
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread after the image it is preparing."""
         self._thread.shutdown(cancel_futures=True)
 
     def _shown(self, message: AddRequest, request: Any) -> Any:
@@ -98,7 +98,7 @@ class ImagePreparation:
             shows = torch.ones(place.length, dtype=torch.bool)
         at = shows.nonzero().flatten().tolist()
         first, end = at[0], at[-1] + 1
-        # Front ends count an image before it is here: they write what vLLM would.
+        # The front end has already expanded the placeholders; they must match vLLM's.
         wanted = made["prompt_token_ids"][place.offset + first : place.offset + end]
         written = prompt[image.position : image.position + image.num_tokens]
         if wanted != written:

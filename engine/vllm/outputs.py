@@ -1,4 +1,4 @@
-"""What vLLM's engine core says of its requests, as front ends take it."""
+"""Conversion of vLLM's engine core outputs to messages for front ends."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from engine.shared.messages import (
 
 @dataclass(slots=True)
 class Sequence:
-    """A request that the engine has; times are in seconds, monotonic."""
+    """A request in the engine; times are monotonic, in seconds."""
 
     message: AddRequest
     arrived: float
@@ -27,7 +27,7 @@ class Sequence:
     preemptions: int = 0
 
     def take(self, output: Any, counters: EngineCounters) -> RequestOutput | None:
-        """Return what a vLLM `EngineCoreOutput` adds to the request, if anything."""
+        """Convert a vLLM `EngineCoreOutput`; None if it has neither tokens nor a finish reason."""
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and self.planned is None:
                 self.planned = event.timestamp
@@ -85,7 +85,7 @@ def _ended(output: RequestOutput, reason: Any) -> RequestOutput:
 
 
 def token_logprobs(lists: Any) -> list[TokenLogprob]:
-    """Return one entry per row of vLLM's arrays, whose first column is the chosen token."""
+    """Return one entry per row of vLLM's arrays, whose first column is the sampled token."""
     rows = zip(
         lists.logprob_token_ids.tolist(),
         lists.logprobs.tolist(),

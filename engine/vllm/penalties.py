@@ -1,6 +1,7 @@
-"""Penalties of sequences that were begun elsewhere, for vLLM's first model runner.
+"""Penalties of sequences moved from another engine, for vLLM's V1 model runner.
 
-What was generated elsewhere ends their prompt here, so that vLLM's own penalties would miss it.
+Tokens generated on the other engine are appended to the prompt, where vLLM's own penalties would
+not count them as output.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 ARGUMENT = "swell_penalties"
-"""The name in vLLM's `extra_args` of a request."""
+"""Key in the `extra_args` of vLLM's sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedPenalties:
-    """Penalties and bad words of a sequence, of whose prompt the last `done` tokens are output."""
+    """Penalties and bad words of a sequence whose last `done` prompt tokens are output."""
 
     done: int
     repetition: float
@@ -28,7 +29,7 @@ class MovedPenalties:
 
     @classmethod
     def taken_from(cls, params: Any, done: int) -> Self:
-        """Take them out of vLLM's parameters, whose own are then without effect."""
+        """Move the penalties and bad words out of vLLM's parameters, which become neutral."""
         bad_words = params._bad_words_token_ids or []
         taken = cls(
             done,
@@ -45,7 +46,7 @@ class MovedPenalties:
     def __call__(
         self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
     ) -> torch.Tensor:
-        """Change the logits of a token, of shape (vocabulary,), in place."""
+        """Apply the penalties in place to the logits, of shape (vocabulary,)."""
         row, output = logits.unsqueeze(0), [*prompt_ids[-self.done :], *output_ids]
         apply_bad_words(row, {0: self.bad_words}, [output])
 
@@ -64,13 +65,13 @@ class MovedPenalties:
 
 
 class PenaltiesProcessor(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Comes after vLLM's own processors and before its penalties, which then have no effect."""
+    """Applies moved penalties; runs before vLLM's own penalties, which are then neutral."""
 
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token stays the likeliest."""
+        """Always false: penalties can change the most likely token."""
         return False
 
     def new_req_logits_processor(self, params: VllmSampling) -> MovedPenalties | None:
-        """Return what changes the logits of a new sequence, if anything."""
+        """Return the moved penalties of a new sequence, None if it has none."""
         given = (params.extra_args or {}).get(ARGUMENT)
         return None if given is None else MovedPenalties(**given)

@@ -1,4 +1,4 @@
-"""Requests as vLLM's engine core takes them, and what a vLLM engine refuses."""
+"""Conversion of requests for vLLM's engine core; rejects what vLLM engines do not support."""
 
 import time
 from concurrent.futures import Future
@@ -28,7 +28,7 @@ _SEEDS = 2**63 - 1
 
 
 class NotOffered(Exception):
-    """A request asks for what vLLM engines cannot do, by the parameter's name."""
+    """A request uses a parameter in a way that vLLM engines do not support."""
 
     def __init__(self, param: str, reason: str) -> None:
         super().__init__(f"{param}: {reason}")
@@ -36,7 +36,7 @@ class NotOffered(Exception):
 
 
 class Moves(Enum):
-    """How an engine goes on with what was generated elsewhere."""
+    """How an engine continues from output tokens that another engine generated."""
 
     RESUMED = "as after a preemption: vLLM knows it for output"
     COUNTED = "at the end of the prompt, where `PenaltiesProcessor` counts it"
@@ -48,16 +48,16 @@ def core_request(
 ) -> Any:
     """Return the `EngineCoreRequest` of a message.
 
-    At the end of the prompt, limits count from what was generated elsewhere. With `RESUMED`,
-    `resume` has to add it.
+    With `RESUMED`, the caller must add earlier output tokens by `resume`. Otherwise they are
+    appended to the prompt, and token limits are reduced by their number.
 
     Args:
-        generation: the model's generation config, which names its end tokens.
-        eos: the end token of the model's tokenizer.
+        generation: the model's generation config, which contains its end-of-sequence tokens.
+        eos: the tokenizer's end-of-sequence token.
 
     Raises:
-        NotOffered: vLLM cannot do it.
-        ValueError: vLLM says that a parameter is wrong.
+        NotOffered: vLLM engines do not support a parameter.
+        ValueError: vLLM rejects a parameter.
     """
     _check(message)
     sampling = message.sampling
@@ -66,7 +66,7 @@ def core_request(
     params = VllmSampling(
         max_tokens=max(1, sampling.max_tokens - done),
         min_tokens=max(0, sampling.min_tokens - done),
-        # A generator for each sequence costs time, and on GPUs vLLM's fast kernels for drawing.
+        # Per-sequence generators are slow and, on GPUs, disable vLLM's fast sampling kernels.
         seed=sampling.seed & _SEEDS if sampling.temperature and sampling.seed_given else None,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -111,15 +111,15 @@ def core_request(
 
 
 def resume(request: Any, token_ids: list[int]) -> None:
-    """Let a vLLM request be as one that was preempted after it had generated these tokens."""
+    """Make a vLLM request look preempted after it generated these tokens."""
     if token_ids:
         request.append_output_token_ids(token_ids)
-        # Else its first prefill has to be of the prompt only.
+        # Without a preemption, vLLM expects the first prefill to contain only the prompt.
         request.num_preemptions = 1
 
 
 def continue_grammar(request: Any, token_ids: list[int]) -> None:
-    """Let the grammar of a vLLM request know what was generated elsewhere, once it is compiled."""
+    """Advance the grammar of a vLLM request over earlier output tokens, once it is compiled."""
     wanted = request.structured_output_request
     if wanted is None or not token_ids:
         return
@@ -131,7 +131,7 @@ def continue_grammar(request: Any, token_ids: list[int]) -> None:
             if not grammar.accept_tokens(request.request_id, token_ids):
                 raise ValueError("the grammar does not allow the output so far")
             continued.set_result(grammar)
-        except Exception as error:  # the scheduler ends the request with it
+        except Exception as error:  # the scheduler fails the request with it
             continued.set_exception(error)
 
     pending = wanted._grammar
@@ -158,7 +158,7 @@ def _check(message: AddRequest) -> None:
 
 
 def _counted(sampling: SamplingParams) -> list[str]:
-    """Return the parameters that are set and count the tokens of the output, not of the prompt."""
+    """Return the names of parameters that are set and depend on output tokens only."""
     counted = {
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
@@ -168,10 +168,10 @@ def _counted(sampling: SamplingParams) -> list[str]:
 
 
 def structured(grammar: GrammarSpec | None) -> Any:
-    """Return vLLM's structured outputs for a grammar.
+    """Return vLLM's structured output parameters for a grammar.
 
     Raises:
-        NotOffered: vLLM cannot do it.
+        NotOffered: the grammar has its own whitespace pattern.
     """
     match grammar:
         case None:
@@ -191,12 +191,12 @@ def structured(grammar: GrammarSpec | None) -> Any:
         case ChoiceGrammar(choices):
             return StructuredOutputsParams(choice=list(choices))
         case LarkGrammar(text):
-            # What only llguidance knows; front ends put it before grammars that were GBNF.
+            # A directive of llguidance that front ends prepend to grammars converted from GBNF.
             return StructuredOutputsParams(grammar=text.removeprefix("%llguidance {}").lstrip())
 
 
 def _lenient(schema: str) -> str:
-    """Return a schema of which vLLM's guidance backend ignores what it cannot enforce."""
+    """Make vLLM's guidance backend ignore the parts of a schema that it cannot enforce."""
     decoded = msgspec.json.decode(schema)
     if not isinstance(decoded, dict):
         return schema
