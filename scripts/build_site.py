@@ -1,4 +1,4 @@
-"""Builds the documentation site into a folder; a dead link is an error (`make docs-site`)."""
+"""Builds the documentation site (`make docs-site`); dead links are errors."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
 }
-"""Pages that stand where code hosts look for them, and their names on the site."""
+"""Pages in the repository root, where code hosts expect them, and their names on the site."""
 
 
 def main(target: Path) -> int:
-    """Write the site to a folder; returns the generator's exit code."""
+    """Write the site to `target`; return the generator's exit code."""
     with tempfile.TemporaryDirectory(prefix="swell-site-") as folder:
         work = Path(folder)
         stage(work / "docs")
@@ -42,7 +42,7 @@ def main(target: Path) -> int:
 
 
 def stage(folder: Path) -> None:
-    """Put all pages of the site into one folder, with links that hold there."""
+    """Copy all pages of the site into one folder and adapt their links."""
     shutil.copytree(ROOT / "docs", folder)
     for source, name in ROOT_PAGES.items():
         page = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
@@ -56,7 +56,7 @@ def stage(folder: Path) -> None:
 
 
 def modules_page() -> str:
-    """Return a page with one line for every module: the first of its docstring."""
+    """Return a page that lists every module with the first line of its docstring."""
     lines = ["# Modules", "", "One line a module, from its docstring. `benchmarks`, `scripts` and"]
     lines += ["`tests` are not installed and not listed.", ""]
     for package in ("engine", "coordinator", "server", "swell"):

@@ -1,9 +1,9 @@
-"""Asks Prometheus every query of a Grafana dashboard and prints panel by panel what came back.
+"""Runs every query of a Grafana dashboard against Prometheus and prints the results by panel.
 
     python scripts/check_dashboard.py grafana.json --set model_name=swell-shakespeare
     python scripts/check_dashboard.py grafana.json --prometheus http://monitoring:9090 --range 1h
 
-Leaves with status 1 if a query is wrong or has no data.
+Exits with status 1 if a query fails or returns no data.
 """
 
 import argparse
@@ -30,16 +30,16 @@ class Query(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What Prometheus answered to a query."""
+    """The result of a query."""
 
     query: Query
     values: list[float]
-    """Of all series that came back with a number."""
+    """Finite values, one per series."""
     error: str | None = None
 
 
 def queries_of(panels: Iterable[Mapping[str, Any]]) -> Iterator[Query]:
-    """Yield the queries of panels, those in rows included."""
+    """Yield the queries of panels, including panels inside rows."""
     for panel in panels:
         for target in panel.get("targets", ()):
             if "expr" in target:
@@ -48,7 +48,7 @@ def queries_of(panels: Iterable[Mapping[str, Any]]) -> Iterator[Query]:
 
 
 def substitute(expression: str, variables: Mapping[str, str]) -> str:
-    """Return an expression with values for Grafana's `$name` and `${name}`.
+    """Return an expression with Grafana's `$name` and `${name}` replaced by values.
 
     Raises:
         KeyError: a variable has no value.
@@ -61,7 +61,7 @@ def substitute(expression: str, variables: Mapping[str, str]) -> str:
 
 
 def ask(prometheus: str, query: Query, variables: Mapping[str, str]) -> Finding:
-    """Ask for the present value of a query."""
+    """Evaluate a query at the current time."""
     try:
         expression = substitute(query.expression, variables)
         asked = urllib.parse.urlencode({"query": expression})
@@ -86,7 +86,7 @@ def table(findings: Iterable[Finding]) -> Table:
 
 
 def main() -> None:
-    """Check the dashboard that the command line names."""
+    """Check the dashboard given on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("dashboard", type=Path, help="Grafana's JSON")
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", metavar="URL")

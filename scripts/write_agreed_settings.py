@@ -1,4 +1,4 @@
-"""Writes the chart's list of the settings on which engines have to agree."""
+"""Writes the chart's list of settings that must be equal on all engines."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md from the bodies of all path operations."""
+"""Writes docs/compatibility.md from the request bodies of all path operations."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ bodies of the endpoint whose fields a request has.
 
 
 def documented() -> dict[type[BaseModel], list[str]]:
-    """Return the paths that take each body; those that take several are not among them."""
+    """Return the paths by body type; paths that accept several body types are left out."""
     found: dict[type[BaseModel], list[str]] = {}
     for router in (*ROUTERS, stored.router):
         for route in router.routes:

@@ -1,7 +1,7 @@
 """Writes the Grafana dashboard, helm/swell/files/dashboard.json.
 
-Every front end shows all engines: engines' series are reduced to one each by `max`, front ends'
-own are summed.
+Every front end exports the series of all engines, so `max` reduces them to one per engine. Series
+of the front ends themselves are summed.
 """
 
 import json
@@ -16,33 +16,33 @@ _HEIGHT = 8
 
 
 def engine(metric: str) -> str:
-    """One series per engine."""
+    """Return an expression with one series per engine."""
     return f"max by (engine) (swell_{metric}{{{_SELECT}}})"
 
 
 def engine_rate(metric: str) -> str:
-    """One rate per engine."""
+    """Return the rate of a counter, per engine."""
     return f"max by (engine) (rate(swell_{metric}{{{_SELECT}}}[$__rate_interval]))"
 
 
 def process(metric: str) -> str:
-    """One series per process of the cluster, which all front ends say alike."""
+    """Return one series per process; all front ends export the same values."""
     return f"max by (process, host) (swell_process_{metric}{{{_SELECT}}})"
 
 
 def cluster(metric: str) -> str:
-    """What all front ends say alike."""
+    """Return a single series; all front ends export the same value."""
     return f"max(swell_{metric}{{{_SELECT}}})"
 
 
 def rate(metric: str, by: str = "", more: str = "") -> str:
-    """The rate of a counter of front ends, summed over them."""
+    """Return the rate of a front-end counter, summed over front ends."""
     group = f" by ({by})" if by else ""
     return f"sum{group} (rate(swell_{metric}{{{_SELECT}{more}}}[$__rate_interval]))"
 
 
 def quantile(share: float, histogram: str) -> str:
-    """A quantile over all front ends."""
+    """Return a quantile of a histogram over all front ends."""
     return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', 'le')})"
 
 
@@ -72,13 +72,13 @@ def panel(
     """Return one panel.
 
     Args:
-        title: what it shows.
-        targets: expressions by legend.
-        unit: Grafana's name of the unit.
-        kind: Grafana's panel type.
-        width: of 24 columns.
-        text: shown when pointing at the title.
-        stacked: series are parts of a whole.
+        title: panel title.
+        targets: PromQL expressions by legend.
+        unit: Grafana unit id.
+        kind: Grafana panel type.
+        width: in columns; a row has 24.
+        text: tooltip of the title.
+        stacked: stack the series, as parts of a whole.
     """
     heatmap = kind == "heatmap"
     custom: dict[str, Any] = {"fillOpacity": 10, "showPoints": "never"}
@@ -313,7 +313,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def _placed() -> list[dict[str, Any]]:
-    """Return all panels with a row of their own before each group, laid out from left to right."""
+    """Return all panels, laid out from left to right, with a row header before each group."""
     panels: list[dict[str, Any]] = []
     top = 0
     for title, members in ROWS.items():

@@ -1,9 +1,9 @@
 """Writes docs/fallback-models.md: which models of transformers are served without a family.
 
-Every causal language model that transformers knows is made at a tiny size, with random weights, and
-computed in chunks beside another sequence over the paged KV cache. That takes a few minutes; each
-runs in a process of its own, as some take more memory than there is. With types of models as
-arguments, results are printed and nothing is written.
+Every causal language model of transformers is created at a tiny size with random weights, then run
+in chunks, batched with a second sequence, over the paged KV cache. This takes a few minutes. Each
+model runs in its own process, because some exceed the available memory. With model types as
+arguments, the results are only printed.
 """
 
 import errno
@@ -32,10 +32,10 @@ TARGET = Path(__file__).parent.parent / "docs" / "fallback-models.md"
 
 _MAX_BYTES = 8 << 30
 _MAX_SECONDS = 60
-"""Of CPU time, so that a busy machine makes no other page."""
+"""CPU time rather than wall time, so that the page does not depend on the load of the machine."""
 _MAX_ERROR = 1e-3
 _NO_MEMORY = ("DefaultCPUAllocator: ", "Cannot allocate memory")
-"""What libraries say then."""
+"""Parts of out-of-memory messages."""
 _REASON = "it cannot be served: "
 
 _INTRODUCTION = """# Models without a family
@@ -52,7 +52,7 @@ architectures that have a [family](models.md#families) were not tried.
 
 
 class Outcome(NamedTuple):
-    """What became of one type of models."""
+    """The result for one model type."""
 
     served: bool
     reason: str
@@ -62,14 +62,14 @@ _TOO_LARGE = Outcome(False, "not tried: it takes too long or too much memory at 
 
 
 def refused(error: UnsupportedModel) -> Outcome:
-    """Return why a model is not served, unless it is this page's limit on memory."""
+    """Return the reason why a model is not served; running out of memory counts as not tried."""
     if ran_out_of_memory(error):
         return _TOO_LARGE
     return Outcome(False, str(error).split(_REASON)[-1])
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, says that there was no memory."""
+    """Return whether an error or one of its causes is an out-of-memory error."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
@@ -80,7 +80,7 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 def tried(model_type: str) -> Outcome:
-    """Make a model of that type and compare its logits."""
+    """Create a tiny model of that type and compare its logits with those of transformers."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -90,7 +90,7 @@ def tried(model_type: str) -> Outcome:
             reference = save_fallback_model(model_type, directory)
         except UnsupportedModel as error:
             return refused(error)
-        except Exception as error:  # of many kinds: sizes that do not fit each other
+        except Exception as error:  # inconsistent sizes raise many types
             if ran_out_of_memory(error):
                 return _TOO_LARGE
             print(f"{model_type}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -121,7 +121,7 @@ def tried(model_type: str) -> Outcome:
 
 
 def tried_apart(model_type: str) -> Outcome:
-    """Try a type of models in a process of its own."""
+    """Try a model type in a child process with limits on memory and CPU time."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -144,7 +144,7 @@ def tried_apart(model_type: str) -> Outcome:
 
 
 def render(outcomes: dict[str, Outcome]) -> str:
-    """Return the page; outcomes are by type of models."""
+    """Return the page; outcomes are keyed by model type."""
     served: dict[str, list[str]] = {}
     others: dict[str, str] = {}
     for model_type, outcome in outcomes.items():
@@ -171,9 +171,9 @@ def render(outcomes: dict[str, Outcome]) -> str:
 
 
 def main(model_types: list[str]) -> None:
-    """Try all types of models and write the page, or print what becomes of some."""
+    """Try all model types and write the page, or try the given ones and print their results."""
     torch.set_num_threads(1)
-    _ = transformers.GPT2LMHeadModel  # imports what all models need, once
+    _ = transformers.GPT2LMHeadModel  # import shared modules once, before forking
     every = [
         model_type
         for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()

@@ -1,8 +1,7 @@
-"""Writes engine/models/families/defaults.json: what absent keys of a config.json mean.
+"""Writes engine/models/families/defaults.json: the defaults of keys missing from a config.json.
 
-That is what the configuration classes of transformers say, for every architecture with a family:
-their defaults, and other names of a key. A key of these classes that a family does not read may
-have no other value.
+Defaults and aliases of keys come from transformers' configuration class of every architecture with
+a family. A key of such a class that the family does not read must have its default value.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ TARGET = Path(__file__).parent.parent / "engine" / "models" / "families" / "defa
 
 
 def architectures() -> list[str]:
-    """Return those whose text models have classes of their own."""
+    """Return the architectures whose text models have their own classes."""
     wrappers = "ForConditionalGeneration"
     others = {name for name in FAMILIES if name.endswith(wrappers)}
     own = {name for name in others if name.startswith(("Qwen2VL", "Qwen2_5_VL"))}
@@ -27,13 +26,13 @@ def architectures() -> list[str]:
 
 
 def configuration_class(architecture: str) -> Any:
-    """Return transformers' class of a text model's configuration."""
+    """Return transformers' configuration class of a text model."""
     model: Any = getattr(transformers, architecture)
     return model.config_class.sub_configs.get("text_config", model.config_class)
 
 
 def class_defaults(architecture: str) -> dict[str, Any]:
-    """Return what the class says of keys that change what a model computes, and their aliases."""
+    """Return the class's defaults of keys that affect computation, and its key aliases."""
     made = configuration_class(architecture)
     base = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
     fields = {
@@ -47,10 +46,10 @@ def class_defaults(architecture: str) -> dict[str, Any]:
 
 
 def _rope(made: Any) -> dict[str, Any]:
-    """Return the rotary embedding where there is none, and what one has that leaves a key out."""
+    """Return the default rotary embedding, and defaults of keys missing from a given one."""
     absent = made().rope_parameters
     if "full_attention" in absent:
-        # The class gives both kinds of layers their bases.
+        # The class sets separate RoPE bases for full-attention and sliding-window layers.
         whole, local = absent["full_attention"], absent["sliding_attention"]
         bases = {"rope_theta": whole["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
         return {"rope_parameters": None, **bases}
@@ -58,7 +57,7 @@ def _rope(made: Any) -> dict[str, Any]:
     keys = {key: value for key, value in plain.items() if key != "rope_type"}
     if absent == plain:
         return {**keys, "rope_parameters": None}
-    # What depends on another key is not a default.
+    # A value derived from another key is not a default.
     depends = {"max_position_embeddings"}
     if made(rope_theta=1.0).rope_parameters["rope_theta"] == 1.0:
         depends.add("rope_theta")
@@ -69,7 +68,7 @@ def _rope(made: Any) -> dict[str, Any]:
 
 
 def render() -> str:
-    """Return the file, an architecture a line."""
+    """Return the file's content, with one line per architecture."""
     lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(name))}" for name in architectures()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

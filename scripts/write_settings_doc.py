@@ -38,7 +38,7 @@ log-format: json
 
 
 def table(config_type: type[Section]) -> str:
-    """Return a heading and a table for each section of a config type."""
+    """Return a heading and a table of settings for each section of a config type."""
     lines = []
     sections = sections_of(config_type)
     section = None
