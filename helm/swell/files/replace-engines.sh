@@ -3,9 +3,9 @@
 #
 #   replace-engines.sh NAMESPACE STATEFULSET AT_A_TIME [SECONDS]
 #
-# From the highest ordinal down, as the controller does. The next ones go when these are ready; if they
-# are not within SECONDS (default 3600) it stops, and the others go on serving the old version. To go
-# on, or to begin with what is left after an interruption, start it again.
+# Goes from the highest ordinal down, like the controller, and waits until each batch is ready. If a
+# batch takes longer than SECONDS (default 3600), it stops, and the other engines keep serving the old
+# version. To continue after that or after an interruption, run it again.
 set -eu
 if [ $# -lt 3 ] || [ "$3" -lt 1 ]; then
     sed -n '2,4p' "$0" >&2
@@ -22,7 +22,7 @@ field() { # KIND NAME JSONPATH
 }
 
 await() { # PODS...
-    # A pod that was deleted is away for a moment: wait for all of them to be there first.
+    # Deleted pods do not exist for a moment, so check the revision as well as readiness.
     deadline=$(($(date +%s) + seconds))
     for pod in "$@"; do
         until [ "$(field pod "$pod" .metadata.labels.controller-revision-hash 2> /dev/null)" = "$new" ] \
@@ -44,14 +44,14 @@ replaced=0
 while [ "$ordinal" -ge 0 ]; do
     pod="$name-$ordinal"
     if [ "$(field pod "$pod" .metadata.labels.controller-revision-hash)" = "$new" ]; then
-        await "$pod" # of an earlier run
+        await "$pod" # replaced by an earlier run
     else
         batch="$batch $pod"
         count=$((count + 1))
     fi
     if [ "$count" -eq "$at_a_time" ] || { [ "$ordinal" -eq 0 ] && [ "$count" -gt 0 ]; }; then
         echo "replacing$batch"
-        # Each drains: what it computes ends there, or goes on in another.
+        # Each engine drains: its requests finish there or continue on another engine.
         # shellcheck disable=SC2086
         kube delete pod $batch --wait=false
         # shellcheck disable=SC2086

@@ -3,7 +3,7 @@
 {{- $root := index . 0 }}{{- $group := index . 1 }}
       serviceAccountName: {{ include "swell.serviceAccount" $root }}
       automountServiceAccountToken: false
-      # Else a Service named swell would set SWELL_PORT.
+      # Otherwise a Service named swell would set SWELL_PORT.
       enableServiceLinks: false
       securityContext: {{- include "swell.podSecurity" (list $root "api") | nindent 8 }}
       terminationGracePeriodSeconds: {{ add $root.Values.api.preStopSeconds $root.Values.api.shutdownSeconds 15 }}
@@ -19,8 +19,8 @@
         {{- with $root.Values.api.extraVolumes }}{{ toYaml . | nindent 8 }}{{ end }}
 {{- end }}
 
-{{- /* The container of API servers: list ROOT GROUP POOLED. Pooled is one in an engine's pod, which serves
-that engine alone. */}}
+{{- /* The API server container: list ROOT GROUP POOLED. A pooled one runs in an engine pod and serves only
+that engine. */}}
 {{- define "swell.apiContainer" -}}
 {{- $root := index . 0 }}{{- $group := index . 1 }}{{- $pooled := index . 2 -}}
 - name: api
@@ -33,13 +33,13 @@ that engine alone. */}}
     {{- include "swell.clusterEnv" $root | nindent 4 }}
     {{- include "swell.modelEnv" (list $root $group) | nindent 4 }}
     {{- if $pooled }}
-    # It serves the engine of its own pod; pickers ask for metrics without a key, by vLLM's names.
+    # Serves only the engine in its pod; endpoint pickers scrape metrics without a key, by vLLM's names.
     - {name: SWELL_DATA_PARALLEL_LB, value: external}
     {{- include "swell.rankEnv" $root | nindent 4 }}
     - {name: SWELL_METRICS_PREFIX, value: "vllm:"}
     - {name: SWELL_OPEN_METRICS, value: "true"}
     {{- else }}
-    # Beside the pods, so that another number starts none of them anew.
+    # In a ConfigMap, so that changing the number does not restart pods.
     - name: SWELL_MIN_READY_ENGINES
       valueFrom:
         configMapKeyRef:
@@ -58,7 +58,7 @@ that engine alone. */}}
     {{- else if not $root.Values.api.tls.secret }}
     {{- $hosts := concat (list (printf "*.%s" $root.Release.Namespace)) $root.Values.api.allowedHosts }}
     {{- if $root.Values.api.ingress.enabled }}{{ $hosts = concat $hosts (default (list "*") $root.Values.api.ingress.hosts) }}{{ end }}
-    {{- /* A gateway in front decides about hosts, and keeps them. */}}
+    {{- /* The gateway in front filters hosts and preserves the Host header. */}}
     {{- if $pooled }}{{ $hosts = list "*" }}{{ end }}
     {{- if $root.Values.api.route.enabled }}{{ $hosts = concat $hosts (default (list "*") $root.Values.api.route.hostnames) }}{{ end }}
     - {name: SWELL_ALLOWED_HOSTS, value: {{ join "," $hosts | quote }}}
@@ -98,7 +98,7 @@ that engine alone. */}}
   livenessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) $lives) $root.Values.api.probes.liveness) | nindent 4 }}
   readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 2 "timeoutSeconds" 2) $ready) $root.Values.api.probes.readiness) | nindent 4 }}
   lifecycle:
-    # First load balancers stop sending, then SIGTERM lets what runs end.
+    # Load balancers stop sending first; then SIGTERM lets running requests finish.
     preStop: {exec: {command: [sleep, {{ $root.Values.api.preStopSeconds | quote }}]}}
   securityContext: {{- include "swell.containerSecurity" (list $root "api") | nindent 4 }}
   resources: {{- toYaml (ternary $root.Values.inferencePool.resources $root.Values.api.resources $pooled) | nindent 4 }}
@@ -118,7 +118,7 @@ that engine alone. */}}
     {{- with $root.Values.api.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end }}
 
-{{- /* Volumes of API servers, without the cluster's key and models. */}}
+{{- /* Volumes of API servers, except the cluster key and models. */}}
 {{- define "swell.apiVolumes" -}}
 {{- $root := . -}}
 {{- with $root.Values.api.tls.secret }}
@@ -151,24 +151,24 @@ that engine alone. */}}
       {{- if $none }} []{{ end }}
 {{- end }}
 
-{{- /* The rank of a pod's engine: the pod's ordinal, or that of its group of pods. */}}
+{{- /* The rank of a pod's engine: the ordinal of the pod, or of its group of pods. */}}
 {{- define "swell.rankEnv" -}}
 {{- $label := ternary "leaderworkerset.sigs.k8s.io/group-index" "apps.kubernetes.io/pod-index" (gt (int .Values.engine.nodes) 1) -}}
 - name: SWELL_DATA_PARALLEL_RANK
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ $label }}']"}}
 {{- end }}
 
-{{- /* Where a group's least number of engines is in the API pods' ConfigMap. */}}
+{{- /* The key of a group's minimum number of engines in the API pods' ConfigMap. */}}
 {{- define "swell.minReadyKey" -}}
 min-ready-engines{{ with .name }}-{{ . }}{{ end }}
 {{- end }}
 
-{{- /* Whether the autoscaler may take the last engine, so that API pods hold requests meanwhile. */}}
+{{- /* Whether the autoscaler can remove the last engine; API pods then hold requests until one starts. */}}
 {{- define "swell.scalesToZero" -}}
 {{- with .Values.engine.autoscaling }}{{ if and .enabled (eq (int .minReplicas) 0) }}yes{{ end }}{{ end }}
 {{- end }}
 
-{{- /* Whether API pods keep responses in a volume of their own. */}}
+{{- /* Whether each API pod stores responses in its own volume. */}}
 {{- define "swell.keepsResponses" -}}
 {{- if and .Values.api.responses.size (not .Values.api.responses.existingSecret) }}yes{{ end }}
 {{- end }}

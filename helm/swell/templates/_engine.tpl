@@ -1,4 +1,4 @@
-{{- /* Stops what cannot run: the values of a group's engines. */}}
+{{- /* Fails on combinations that cannot run: the values of a group's engines. */}}
 {{- define "swell.checkEngine" -}}
 {{- $engine := . }}
 {{- range list "SWELL_TENSOR_PARALLEL_SIZE" "SWELL_DATA_PARALLEL_SIZE_LOCAL" }}
@@ -40,13 +40,13 @@
 {{- end }}
 {{- end }}
 
-{{- /* Stages of an engine: the values of a group's engines. */}}
+{{- /* Number of pipeline stages of an engine: the values of a group's engines. */}}
 {{- define "swell.stages" -}}
 {{- default .nodes .env.SWELL_PIPELINE_PARALLEL_SIZE | int -}}
 {{- end }}
 
-{{- /* How the nodes of an engine meet: the values of a group's engines, and whether it is the leader. The
-leader knows its own address before its name can be resolved. */}}
+{{- /* Rendezvous of an engine's nodes: list ENGINE LEADS, the values of a group's engines and whether the pod is
+the leader. The leader uses its own address because its name does not resolve yet. */}}
 {{- define "swell.nodesEnv" -}}
 {{- $engine := index . 0 }}
 - {name: SWELL_DATA_PARALLEL_SIZE, value: "1"}
@@ -63,8 +63,8 @@ leader knows its own address before its name can be resolved. */}}
 {{- end }}
 {{- end }}
 
-{{- /* The template of an engine's pod: list ROOT GROUP LEADS, with the values of the group's engines in
-ROOT. Of an engine of several nodes, the pod that leads is the engine, and others run its workers alone. */}}
+{{- /* The template of an engine pod: list ROOT GROUP LEADS, with the values of the group's engines in
+ROOT. If an engine has several nodes, the leader pod runs the engine and the others run only workers. */}}
 {{- define "swell.enginePod" -}}
 {{- $root := index . 0 }}{{- $group := index . 1 }}{{- $engine := $root.Values.engine -}}
 metadata: {{- include "swell.podMetadata" (list $root "engine" $group) | nindent 2 }}
@@ -76,7 +76,7 @@ spec: {{- include "swell.podSpec" (list (include "swell.engineSpec" .) $engine.p
 {{- $onNode := div (include "swell.stages" $engine) $engine.nodes | int }}{{- $threads := "" }}
   serviceAccountName: {{ include "swell.serviceAccount" $root }}
   automountServiceAccountToken: false
-  # Else a Service named swell would set SWELL_PORT.
+  # Otherwise a Service named swell would set SWELL_PORT.
   enableServiceLinks: false
   securityContext: {{- include "swell.podSecurity" (list $root "engine") | nindent 4 }}
   # Draining begins with SIGTERM.
@@ -117,7 +117,7 @@ spec: {{- include "swell.podSpec" (list (include "swell.engineSpec" .) $engine.p
         {{- end }}
         {{- else }}
         - {name: SWELL_DEVICE, value: cpu}
-        {{- /* Without a limit that would be all CPUs of the node, whoever has asked for them. */}}
+        {{- /* Without a CPU limit, limits.cpu would be all CPUs of the node, including those of other pods. */}}
         {{- range list "limits" "requests" }}
         {{- if and (not $threads) (hasKey (default dict (index $engine.resources .)) "cpu") }}
         {{- $threads = . }}
@@ -140,7 +140,7 @@ spec: {{- include "swell.podSpec" (list (include "swell.engineSpec" .) $engine.p
       livenessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 10) $lives) $engine.probes.liveness) | nindent 8 }}
       readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 5) $ready) $engine.probes.readiness) | nindent 8 }}
       lifecycle:
-        # API pods of a model that is taken away stop first.
+        # When a model is removed, its API pods stop first.
         preStop: {exec: {command: [sleep, {{ add $root.Values.api.preStopSeconds 2 | quote }}]}}
       {{- end }}
       securityContext: {{- include "swell.containerSecurity" (list $root "engine") | nindent 8 }}

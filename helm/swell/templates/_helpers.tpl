@@ -17,7 +17,7 @@
 {{- include "swell.fullname" (index . 0) }}-{{ index . 1 }}{{ with (index . 2).name }}-{{ . }}{{ end }}
 {{- end }}
 
-{{- /* The engine groups, as YAML: the model that is served and, while it is replaced, the one before. */}}
+{{- /* The engine groups, as YAML: the current model and, during a replacement, the previous one. */}}
 {{- define "swell.groups" -}}
 {{- $values := .Values }}
 groups:
@@ -61,12 +61,12 @@ groups:
 {{- end }}
 {{- end }}
 
-{{- /* What a group's engines are to Kubernetes: the group. */}}
+{{- /* The Kubernetes kind of a group's engines: the group. */}}
 {{- define "swell.engineKind" -}}
 {{- ternary "LeaderWorkerSet" (default "StatefulSet" .kind) (gt (int .nodes) 1) -}}
 {{- end }}
 
-{{- /* How many engines each group shall have, but for one whose number an autoscaler chooses. */}}
+{{- /* The expected number of engines per group, except a group with an autoscaler. */}}
 {{- define "swell.expected" -}}
 {{- $expected := list }}
 {{- range $group := (include "swell.groups" . | fromYaml).groups }}
@@ -78,8 +78,8 @@ groups:
 {{- join "," $expected }}
 {{- end }}
 
-{{- /* What the engines of a group have to agree on: list ROOT GROUP. Settings may come from env, extraEnv
-or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
+{{- /* Settings that must be equal on all engines of a group: list ROOT GROUP. They can come from env, extraEnv
+or envFrom, whose ConfigMaps and Secrets are looked up in the cluster. */}}
 {{- define "swell.agreed" -}}
 {{- $root := index . 0 }}{{- $group := index . 1 }}
 {{- $model := $group.model }}
@@ -111,7 +111,7 @@ or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
 {{- join ", " $agreed }}
 {{- end }}
 
-{{- /* Stops an upgrade that switches an autoscaler off and ends replicas with it: list ROOT COMPONENT KIND GROUP. */}}
+{{- /* Fails an upgrade that disables an autoscaler and thereby removes replicas: list ROOT COMPONENT KIND GROUP. */}}
 {{- define "swell.keepsReplicas" -}}
 {{- $name := index . 1 }}
 {{- $live := int (include "swell.liveReplicas" .) }}
@@ -120,12 +120,12 @@ or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
 {{- end }}
 {{- end }}
 
-{{- /* The protocol that the images speak (docs/deploy-reference.md). */}}
+{{- /* The protocol version of the images (docs/deploy-reference.md). */}}
 {{- define "swell.protocol" -}}
 {{- default (index .Chart.Annotations "swell/protocol") .Values.image.protocol | int }}
 {{- end }}
 
-{{- /* Stops an upgrade to processes that the running ones do not understand. */}}
+{{- /* Fails an upgrade to a protocol that is incompatible with the running processes. */}}
 {{- define "swell.protocolGuard" -}}
 {{- with lookup "apps/v1" "Deployment" .Release.Namespace (printf "%s-coordinator" (include "swell.fullname" .)) }}
 {{- /* Versions before this annotation speak protocol 3. */}}
@@ -138,8 +138,8 @@ or envFrom, whose ConfigMaps and Secrets the cluster is asked for. */}}
 {{- end }}
 {{- end }}
 
-{{- /* Stops an upgrade that would take engines of a model away before those of another can serve. Asks
-the cluster, so `helm template` says nothing. */}}
+{{- /* Fails an upgrade that would remove engines of a model before those of another are ready. Looks them up in
+the cluster, so it has no effect in `helm template`. */}}
 {{- define "swell.guard" -}}
 {{- include "swell.protocolGuard" . }}
 {{- $current := dict "name" .Values.model.group "current" true "nodes" .Values.engine.nodes "kind" .Values.engine.kind }}
@@ -164,7 +164,7 @@ the cluster, so `helm template` says nothing. */}}
 {{- $workload := include "swell.workload" (list $ "engine" $group) }}
 {{- range $kind, $version := $kinds }}
 {{- with lookup $version $kind $.Release.Namespace $workload }}
-{{- /* Those that a LeaderWorkerSet makes have its name. */}}
+{{- /* Skip StatefulSets created by a LeaderWorkerSet, which have its name. */}}
 {{- if not .metadata.ownerReferences }}
 {{- if ne $kind (include "swell.engineKind" $group) }}
 {{- fail (printf "engine.nodes, engine.kind: %s is a %s, whose name cannot become another kind's. Give the %s a group of its own: --set model.group=NAME,previous.model.group=%s,previous.model.name=... (docs/deploy-reference.md)" $workload $kind (include "swell.engineKind" $group) $group.name) }}
@@ -234,7 +234,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or $given (and $apiKeys .Values.metrics.serviceMonitor.enabled) }}true{{ end }}
 {{- end }}
 
-{{- /* Security contexts: list ROOT COMPONENT. A component's own fields win; null takes one out. */}}
+{{- /* Security contexts: list ROOT COMPONENT. A component's fields take precedence; null removes one. */}}
 {{- define "swell.podSecurity" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
 {{- mergeOverwrite (deepCopy $root.Values.podSecurityContext) $component.podSecurityContext | toYaml }}
@@ -245,8 +245,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- mergeOverwrite (deepCopy $root.Values.securityContext) $component.securityContext | toYaml }}
 {{- end }}
 
-{{- /* How an API pod is asked whether it lives: list ROOT PATH. Where clients need certificates, which
-the kubelet has none of, by a connection. */}}
+{{- /* The probe of an API pod: list ROOT PATH. If client certificates are required, which the kubelet does not
+have, it only opens a connection. */}}
 {{- define "swell.apiProbe" -}}
 {{- $root := index . 0 }}
 {{- if $root.Values.api.env.SWELL_SSL_CA_CERTS -}}
@@ -256,7 +256,7 @@ httpGet: {path: {{ index . 1 }}, port: http{{ if include "swell.https" $root }},
 {{- end }}
 {{- end }}
 
-{{- /* A probe: list DEFAULTS VALUES. Fields of the values win. */}}
+{{- /* A probe: list DEFAULTS VALUES. The values take precedence. */}}
 {{- define "swell.probe" -}}
 {{- mergeOverwrite (deepCopy (index . 0)) (default dict (index . 1)) | toYaml }}
 {{- end }}
@@ -266,7 +266,7 @@ httpGet: {path: {{ index . 1 }}, port: http{{ if include "swell.https" $root }},
 {{- end }}
 
 {{- /* Labels and annotations of a component's pods: list ROOT COMPONENT GROUP, without a group for the
-coordinator's. No versions, so that a new chart alone starts no pod anew. */}}
+coordinator. No versions, so that a new chart version alone does not restart pods. */}}
 {{- define "swell.podMetadata" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
 labels:
@@ -281,13 +281,13 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{- /* A pod's spec, as YAML, with the component's own fields over it: list SPEC PODSPEC. */}}
+{{- /* A pod spec, as YAML, overridden by the component's fields: list SPEC PODSPEC. */}}
 {{- define "swell.podSpec" -}}
 {{- mergeOverwrite (index . 0 | fromYaml) (index . 1) | toYaml }}
 {{- end }}
 
-{{- /* Where a component's pods may run: list ROOT COMPONENT. Without wishes they spread over nodes,
-the groups of engines together. */}}
+{{- /* Scheduling of a component's pods: list ROOT COMPONENT. By default, they spread across nodes, counting
+all engine groups together. */}}
 {{- define "swell.scheduling" -}}
 {{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
 {{- with $root.Values.image.pullSecrets }}
@@ -319,13 +319,13 @@ topologySpreadConstraints:
         {{- include "swell.selector" $root | nindent 8 }}
         app.kubernetes.io/component: {{ $name }}
     {{- if eq $name "api" }}
-    # Pods of a version that is replaced do not count: else all new ones may be left on one node.
+    # Ignore pods of the version being replaced; otherwise all new ones can end up on one node.
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}
 {{- end }}
 
-{{- /* Variables that all processes have. */}}
+{{- /* Environment variables of all processes. */}}
 {{- define "swell.clusterEnv" -}}
 - {name: SWELL_CLUSTER_KEY_FILE, value: /run/secrets/swell/cluster-key}
 - {name: SWELL_ACCEPTED_CLUSTER_KEY_FILE, value: /run/secrets/swell/accepted-cluster-key}
@@ -367,19 +367,19 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{- /* A value of a variable. Numbers of a values file are floats, of which large ones would be 1e+10. */}}
+{{- /* The text of a variable's value. Numbers in values files are floats; large ones would become 1e+10. */}}
 {{- define "swell.text" -}}
 {{- if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 
-{{- /* A component's own variables, sorted by name. */}}
+{{- /* A component's environment variables, sorted by name. */}}
 {{- define "swell.ownEnv" -}}
 {{- range $name, $value := . }}
 - {name: {{ $name }}, value: {{ include "swell.text" $value | quote }}}
 {{- end }}
 {{- end }}
 
-{{- /* The key's volume and /tmp: list ROOT COMPONENT. */}}
+{{- /* The volumes of the cluster key and /tmp: list ROOT COMPONENT. */}}
 {{- define "swell.clusterKeyVolume" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) -}}
 - name: cluster-key
@@ -389,7 +389,7 @@ topologySpreadConstraints:
       - secret:
           name: {{ include "swell.secret" (list $root "clusterKey") }}
           items: [{key: {{ $root.Values.clusterKey.key }}, path: cluster-key}]
-      # There only while keys are exchanged.
+      # Exists only during key rotation.
       - secret:
           name: {{ include "swell.secret" (list $root "clusterKey") }}
           optional: true
@@ -403,7 +403,7 @@ topologySpreadConstraints:
 - {name: tmp, mountPath: /tmp}
 {{- end }}
 
-{{- /* The volume that all pods share, if there is one: model.volume, or the claim that the chart makes. */}}
+{{- /* The volume shared by all pods, if any: model.volume, or the claim that the chart creates. */}}
 {{- define "swell.sharedVolume" -}}
 {{- if .Values.model.claim -}}
 persistentVolumeClaim: {claimName: {{ include "swell.fullname" . }}-models}
@@ -411,14 +411,14 @@ persistentVolumeClaim: {claimName: {{ include "swell.fullname" . }}-models}
 {{- end }}
 {{- end }}
 
-{{- /* The file that says that the Job of model.prefetch has fetched a group's model: list ROOT GROUP. */}}
+{{- /* The file that marks a group's model as downloaded by the Job of model.prefetch: list ROOT GROUP. */}}
 {{- define "swell.fetchedMark" -}}
 {{- $model := (index . 1).model -}}
 /models/.fetched-{{ list $model.name $model.revision | toJson | sha256sum | trunc 16 }}
 {{- end }}
 
-{{- /* Containers that run before a component's own: list ROOT COMPONENT GROUP. Where model.prefetch puts
-models, pods wait for theirs. */}}
+{{- /* Init containers of a component: list ROOT COMPONENT GROUP. With model.prefetch, pods wait for the
+download of their model. */}}
 {{- define "swell.initContainers" -}}
 {{- $root := index . 0 }}{{- $name := index . 1 }}{{- $component := index $root.Values $name }}
 {{- $waits := and $root.Values.model.prefetch.enabled (index . 2).model.name (not $component.modelVolume) (not $component.modelClaim) }}
@@ -443,7 +443,7 @@ initContainers:
 {{- end }}
 {{- end }}
 
-{{- /* Where a component has models: list ROOT COMPONENT. */}}
+{{- /* The model volume of a component: list ROOT COMPONENT. */}}
 {{- define "swell.modelVolume" -}}
 {{- $root := index . 0 }}{{- $component := index $root.Values (index . 1) }}
 {{- if and (eq (index . 1) "api") (hasKey $root.Values.model.volume "hostPath") (not $component.modelVolume) }}
@@ -454,7 +454,7 @@ initContainers:
   {{- toYaml $volume | nindent 2 }}
 {{- end }}
 
-{{- /* Priority classes are the cluster's, so their names have the namespace: list ROOT COMPONENT. */}}
+{{- /* Priority classes are cluster-wide, so their names contain the namespace: list ROOT COMPONENT. */}}
 {{- define "swell.priorityClass" -}}
 {{- $root := index . 0 -}}
 {{ $root.Release.Namespace }}-{{ include "swell.fullname" $root }}-{{ index . 1 }}
@@ -464,8 +464,8 @@ initContainers:
 - {name: models, mountPath: /models, readOnly: {{ .Values.model.readOnly }}}
 {{- end }}
 
-{{- /* How many replicas a component of a group has now, empty where no cluster is asked: list ROOT
-COMPONENT KIND GROUP. */}}
+{{- /* The current number of replicas of a group's component, empty without a cluster: list ROOT COMPONENT
+KIND GROUP. */}}
 {{- define "swell.liveReplicas" -}}
 {{- $root := index . 0 }}{{- $kind := index . 2 }}{{- $name := include "swell.workload" (list $root (index . 1) (index . 3)) }}
 {{- $version := ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
@@ -474,8 +474,8 @@ COMPONENT KIND GROUP. */}}
 {{- end }}
 {{- end }}
 
-{{- /* The field replicas: list ROOT COMPONENT KIND GROUP. Where an autoscaler owns it, it is what it is
-now: taken out of the manifest, it would become 1. */}}
+{{- /* The field replicas: list ROOT COMPONENT KIND GROUP. If an autoscaler owns it, keep the current value;
+removed from the manifest, it would be reset to 1. */}}
 {{- define "swell.replicas" -}}
 {{- $name := index . 1 }}{{- $group := index . 3 }}
 {{- if not (and $group.current (index (index . 0).Values $name).autoscaling.enabled) -}}
@@ -485,7 +485,7 @@ replicas: {{ index $group (printf "%sReplicas" $name) }}
 {{- end }}
 {{- end }}
 
-{{- /* Sequences that a pod of engines runs at once. */}}
+{{- /* Maximum concurrent sequences per engine pod. */}}
 {{- define "swell.slots" -}}
 {{- default 128 .Values.engine.env.SWELL_MAX_NUM_SEQS | int -}}
 {{- end }}
