@@ -1,4 +1,4 @@
-"""One running compose project for all tests of containers."""
+"""A running compose project shared by all container tests."""
 
 import tempfile
 import time
@@ -33,12 +33,12 @@ SERVICES = ("coordinator", "engine", "api", "prometheus")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ContainersFirst:
-    """Spread these tests over the processes of `pytest -n`."""
+    """Distribute container tests over the workers of `pytest -n`."""
     return ContainersFirst(config, log)
 
 
 class Compose:
-    """A compose project made from a clean checkout."""
+    """A compose project built from a clean checkout."""
 
     def __init__(self, docker: Docker, checkout: Path, command: tuple[str, ...]) -> None:
         self.docker = docker
@@ -65,7 +65,7 @@ class Compose:
         }
 
     def __call__(self, *arguments: str, timeout: float = 120.0) -> str:
-        """Run a compose command that has to succeed and return what it printed."""
+        """Run a compose command, which must succeed; return its output."""
         return self.docker.output(
             *self._command, "-p", PROJECT, "-f", str(self.file), *arguments,
             timeout=timeout, **self._variables,
@@ -81,11 +81,11 @@ class Compose:
         return listed.split()[::-1]
 
     def metrics(self) -> str:
-        """Return what Prometheus reads, with its key."""
+        """Return the text of /metrics, fetched with Prometheus's key."""
         return scrape(self.url, METRICS_KEY)
 
     def engines_up(self) -> set[str]:
-        """Return the engines that run, as /metrics says; none while nobody answers."""
+        """Return the running engines according to /metrics, or none if there is no response."""
         try:
             values = metric(self.url, "engine_up", key=METRICS_KEY)
         except ConnectionError:
@@ -95,7 +95,7 @@ class Compose:
 
 @pytest.fixture(scope="session")
 def docker() -> Iterator[Docker]:
-    """A Docker engine with the base images; skips, saying why, where there can be none."""
+    """A Docker engine with the base images; skips the tests with a reason if unavailable."""
     with tempfile.TemporaryDirectory(prefix="swell-docker-") as directory:
         try:
             engine = find_or_start(Path(directory))
@@ -123,7 +123,7 @@ def checkout() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def project(docker: Docker, checkout: Path) -> Iterator[Compose]:
-    """The project with its images, of which nothing runs."""
+    """The project with its images built and no container running."""
     fill_wheelhouse(checkout)
     made = Compose(docker, checkout, ("docker-compose",))
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Containers of the images, as a cluster would run them: each a host of its own, without rights."""
+"""Containers of the images, run as in a cluster: each is a separate, unprivileged host."""
 
 import json
 from contextlib import ExitStack
@@ -7,42 +7,42 @@ from tests.deploy.docker_engine import Docker
 from tests.support.waiting import PATIENCE, until
 
 USER = "1000660000:0"
-"""A user that no file of the images knows: OpenShift gives each project its own, of group 0."""
+"""A user missing from the images' /etc/passwd, in group 0, as OpenShift assigns per project."""
 SUBNET = "10.78.0"
 IMAGES = {"coordinator": "coordinator", "api-server": "server", "engine": "engine"}
 
 
 class Container:
-    """One that runs."""
+    """A running container."""
 
     def __init__(self, docker: Docker, name: str) -> None:
         self.name = name
         self._docker = docker
 
     def times_said(self, text: str) -> int:
-        """Return in how many lines of its log a text is."""
+        """Return the number of log lines that contain the text."""
         log = self._docker.output("docker", "logs", self.name)
         return sum(text in line for line in log.splitlines())
 
     def stop(self) -> None:
-        """End it in order, as the kubelet does, and hold that it does so."""
+        """Stop it gracefully, like the kubelet, and assert that it exits cleanly."""
         grace = int(2 * PATIENCE)
         self._docker.output("docker", "stop", "-t", str(grace), self.name, timeout=grace + 60)
         assert self._docker.inspect(self.name, "{{.State.ExitCode}}") == "0"
         self.remove()
 
     def show_log(self) -> None:
-        """Print the end of its log, for a test that fails."""
+        """Print the end of its log, for failing tests."""
         log = self._docker.run("docker", "logs", "--tail", "15", self.name).stdout
         print(f"{self.name}:", log, sep="\n")
 
     def remove(self) -> None:
-        """End it without a word, for good; nothing happens if it has gone."""
+        """Kill and remove it; idempotent."""
         self._docker.run("docker", "rm", "-f", self.name)
 
     @property
     def address(self) -> str:
-        """Its only IP address."""
+        """The container's only IP address."""
         (network,) = json.loads(
             self._docker.inspect(self.name, "{{json .NetworkSettings.Networks}}")
         ).values()
@@ -54,16 +54,16 @@ class Container:
 
     @property
     def health(self) -> str:
-        """Where it answers 200 when it is ready: of coordinators and engines."""
+        """URL of a coordinator or engine that returns 200 when it is ready."""
         return f"http://{self.address}:8080/ready"
 
 
 class Fleet:
-    """Containers on a network of their own, where they find each other by aliases.
+    """Containers on a separate network, on which they find each other by alias.
 
     Args:
-        options: of `docker run`, for all of them.
-        flags: of `swell`, for all of them.
+        options: options of `docker run` for all containers.
+        flags: flags of `swell` for all containers.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Fleet:
         running.callback(docker.run, "docker", "network", "rm", self._network)
 
     def start(self, command: str, *flags: str, alias: str | None = None) -> Container:
-        """Run a command of `swell` in the image that has it."""
+        """Run a `swell` command in its image."""
         self._number += 1
         name = f"swelltest-fleet-{self._number}"
-        # An address of its own: one that has become free is given again at once.
+        # Use a new address, because Docker reuses released addresses at once.
         place = ("--network", self._network, "--ip", f"{SUBNET}.{self._number + 9}")
         named = () if alias is None else ("--network-alias", alias)
         return run(
@@ -92,7 +92,7 @@ class Fleet:
         )  # fmt: skip
 
     def cut_off(self, container: Container) -> None:
-        """Take a container off the network: packets are lost, nobody is told."""
+        """Disconnect a container silently: packets are lost, without resets."""
         self.docker.output("docker", "network", "disconnect", self._network, container.name)
 
 
@@ -104,7 +104,7 @@ def run(
     *flags: str,
     options: tuple[str, ...],
 ) -> Container:
-    """Run a command of `swell` as a user of the cluster's choice, with what the chart lets it."""
+    """Run a `swell` command as an arbitrary user, with the privileges that the chart grants."""
     container = Container(docker, name)
 
     def end(kind: type[BaseException] | None, *_: object) -> None:
@@ -122,7 +122,7 @@ def run(
 
 
 def say(containers: list[Container], text: str, times: int = 1, within: float = PATIENCE) -> None:
-    """Wait until each of them has said something so often."""
+    """Wait until each container has logged a text this many times."""
     until(
         lambda: all(each.times_said(text) >= times for each in containers),
         f"{[each.name for each in containers]} say {text!r}", within, interval=0.2,

@@ -1,7 +1,7 @@
-"""A Docker engine for tests: the machine's own, or one that is started and ended here.
+"""A Docker engine for tests: the machine's, or one started and stopped here.
 
-No image registry is needed: the base image is made from Debian's packages, and what pip installs
-comes from a folder of wheels.
+No image registry is needed: the base image is built from Debian packages, and pip installs from
+a folder of wheels.
 """
 
 import os
@@ -53,7 +53,7 @@ class Docker:
     def run(
         self, *command: str, timeout: float = 120.0, **more: str
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command with the engine's environment; return it whatever its exit code is."""
+        """Run a command with the engine's environment; return the result for any exit code."""
         return subprocess.run(
             command,
             env={**self.environment, **more},
@@ -65,21 +65,21 @@ class Docker:
         )
 
     def output(self, *command: str, timeout: float = 120.0, **more: str) -> str:
-        """Run a command that has to succeed and return what it printed."""
+        """Run a command, which must succeed; return its output."""
         done = self.run(*command, timeout=timeout, **more)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}"
         return done.stdout
 
     def inspect(self, name: str, form: str) -> str:
-        """Return one fact of a container or image in a Go template's form."""
+        """Inspect a container or image with a Go template."""
         return self.output("docker", "inspect", "-f", form, name).strip()
 
     def has_image(self, tag: str) -> bool:
-        """Whether an image is there."""
+        """Return whether an image exists."""
         return self.run("docker", "image", "inspect", tag).returncode == 0
 
     def close(self) -> None:
-        """End the engine, if it was started here, with everything in it."""
+        """Stop the engine and its containers, if it was started here."""
         if self._process is not None:
             stop_process(self._process, 60)
             # Rules and bridge are shared by all engines of a machine.
@@ -93,16 +93,16 @@ def _engine_runs() -> bool:
         try:
             if name.read_text().strip() == "dockerd":
                 return True
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has exited
             continue
     return False
 
 
 def find_or_start(directory: Path) -> Docker:
-    """Return a working engine; one that has to be started keeps everything in `directory`.
+    """Return a working engine, starting one with its data in `directory` if necessary.
 
     Raises:
-        NoDocker: there is none and none can be started.
+        NoDocker: no engine is running and none can be started.
     """
     for program in ("docker", "docker-compose", "debootstrap", "prometheus", "iptables-save"):
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
@@ -138,7 +138,7 @@ def find_or_start(directory: Path) -> Docker:
 
 
 def make_base_image(docker: Docker, directory: Path) -> None:
-    """Make BASE_IMAGE, a Debian with Python and this machine's certificates, unless it exists."""
+    """Build BASE_IMAGE (Debian with Python and this machine's certificates) unless it exists."""
     if docker.has_image(BASE_IMAGE):
         return
     root = directory / "rootfs"
@@ -161,7 +161,7 @@ def make_base_image(docker: Docker, directory: Path) -> None:
 
 
 def make_prometheus_image(docker: Docker) -> None:
-    """Make PROMETHEUS_IMAGE from Debian's package, in place of the official image."""
+    """Build PROMETHEUS_IMAGE from Debian's package, as a substitute for the official image."""
     if docker.has_image(PROMETHEUS_IMAGE):
         return
     binary = shutil.which("prometheus")
@@ -179,7 +179,7 @@ def make_prometheus_image(docker: Docker) -> None:
 
 
 def clean_checkout(target: Path) -> None:
-    """Copy every file that is or could be committed, and nothing else."""
+    """Copy all files that are tracked or not ignored by git."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True,

@@ -1,4 +1,4 @@
-"""An API server of Kubernetes that only stores: enough for `helm install` and `helm upgrade`.
+"""A Kubernetes API server that only stores objects: enough for `helm install` and `helm upgrade`.
 
 Patches are merged like JSON merge patches, whose rule for a field set to null, to take it out, is
 also that of strategic merge patches. Workloads without `replicas` get 1, as from the real one.
@@ -31,14 +31,14 @@ _KINDS = {
 
 
 class FakeKubernetes:
-    """What is stored, by path, and what the number of replicas was after every change."""
+    """Stores objects by path, and the number of replicas after every change."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Manifest] = {}
         self.replicas_seen: dict[str, list[int]] = {}
 
     def get(self, path: str, selector: dict[str, str]) -> Manifest | None:
-        """Return an object, a list of a collection's objects, or what there is to discover."""
+        """Return an object, a list of a collection's objects, or discovery information."""
         if found := _discovery(path):
             return found
         if path in self.objects:
@@ -121,7 +121,7 @@ def merged(old: Any, patch: Any) -> Any:
 
 @contextmanager
 def fake_kubernetes(directory: Path) -> Iterator[tuple[FakeKubernetes, Path]]:
-    """Serve one on loopback; yields it and a kubeconfig for it."""
+    """Serve a fake API server on loopback; yield it and its kubeconfig."""
     cluster = FakeKubernetes()
 
     class Handler(BaseHTTPRequestHandler):
@@ -165,7 +165,7 @@ def fake_kubernetes(directory: Path) -> Iterator[tuple[FakeKubernetes, Path]]:
             self._answer(cluster.put(path, merged(cluster.objects[path], self._body())))
 
         def do_DELETE(self) -> None:
-            self._body()  # what is left unread would be the connection's next request
+            self._body()  # unread data would be parsed as the next request
             self._answer(cluster.objects.pop(urlsplit(self.path).path, None))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

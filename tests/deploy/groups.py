@@ -1,7 +1,7 @@
-"""How files of tests are spread over processes: a machine has room for one engine of containers.
+"""Distribution of test files over processes: a machine has capacity for one container engine.
 
-The tests of containers wait more than they compute, and are by far the longest: they begin, all in
-one process. So do those of network namespaces, whose nodes have fixed addresses.
+Container tests mostly wait and take by far the longest, so they start first, all in
+one process. So do network namespace tests, whose nodes have fixed addresses.
 """
 
 from functools import cache
@@ -13,11 +13,11 @@ from xdist.workermanage import WorkerController
 ROOT = Path(__file__).parents[2]
 CONTAINERS = "containers"
 ALONE = {"tests.deploy.conftest": CONTAINERS, "tests.deploy.namespaces": "namespaces"}
-"""What files import whose tests cannot run beside each other, and what such files are called."""
+"""Group names by import, for test files that cannot run concurrently."""
 
 
 class ContainersFirst(LoadFileScheduling):  # type: ignore[misc]
-    """Has files of one group in one process, and those of containers before all others."""
+    """Runs the files of a group in one process, and container tests before all others."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid.partition("::")[0])
@@ -30,6 +30,6 @@ class ContainersFirst(LoadFileScheduling):  # type: ignore[misc]
 
 @cache
 def group(file: str) -> str:
-    """Return the name of what a file belongs to: a group, or else the file itself."""
+    """Return the group of a test file, or the file's own name if it has none."""
     text = (ROOT / file).read_text(encoding="utf-8")
     return next((name for module, name in ALONE.items() if f"from {module} import" in text), file)

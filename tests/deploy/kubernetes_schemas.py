@@ -1,4 +1,4 @@
-"""The schemas of Kubernetes' versions, read once for all objects that are held to them."""
+"""Kubernetes schemas by version, read once and shared by all validations."""
 
 import json
 from functools import cache
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def validate(manifest: dict[str, Any], version: str) -> None:
-    """Hold that a version of Kubernetes, such as 1.30, takes an object, and knows all its fields.
+    """Validate an object and all its field names against a Kubernetes version, such as 1.30.
 
     Raises:
-        jsonschema.ValidationError: it does not.
+        jsonschema.ValidationError: the object is invalid.
     """
     group, _, of_group = manifest["apiVersion"].rpartition("/")
     parts = (manifest["kind"].lower(), group.partition(".")[0], of_group)

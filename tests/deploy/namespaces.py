@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces joined by a switch, one address each.
 
-A switch lives in a namespace of its own; every node has one link to it, which can be cut. The
-caller's own namespace has an address too, so that tests can talk to what the nodes serve.
+The switch has its own namespace; every node has one link to it, which can be cut. The
+caller's namespace has an address too, so that tests can reach servers on the nodes.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 class NoNamespaces(Exception):
-    """Network namespaces cannot be made here; the message says why."""
+    """Network namespaces cannot be created here; the message gives the reason."""
 
 
 def _ip(*arguments: str) -> None:
@@ -71,7 +71,7 @@ class Network:
         self._plug(200, ("netns", str(os.getpid())), "10.77.0.200")
 
     def _plug(self, port: int, place: tuple[str, str], address: str) -> None:
-        """Lay a cable from the switch to a namespace and give its far end an address."""
+        """Create a link from the switch to a namespace and assign its address there."""
         near, far = f"p{port}", f"{self._id}e{port}"
         switch = ("-n", self._switch)
         _ip(*switch, "link", "add", near, "type", "veth", "peer", "name", far)
@@ -82,15 +82,15 @@ class Network:
         _ip(*inside, "link", "set", far, "up")
 
     def name(self, name: str, node: int) -> None:
-        """Have all nodes find a node by a name; nodes that run see a change at once."""
+        """Make a node resolvable by name on all nodes; takes effect on running nodes at once."""
         for each in self.nodes:
-            # `ip netns exec` puts it in place of /etc/hosts.
+            # `ip netns exec` mounts it over /etc/hosts.
             hosts = Path("/etc/netns") / each / "hosts"
             hosts.parent.mkdir(parents=True, exist_ok=True)
             hosts.write_text(f"127.0.0.1 localhost\n{self.address(node)} {name}\n")
 
     def cut(self, node: int) -> None:
-        """Take a node's link down: packets are lost, nobody is told."""
+        """Take a node's link down silently: packets are lost, without resets."""
         _ip("-n", self._switch, "link", "set", f"p{node}", "down")
 
     def restore(self, node: int) -> None:
@@ -118,7 +118,7 @@ class Network:
 
 @contextmanager
 def network_or_skip(nodes: int) -> Iterator[Network]:
-    """Yield a network of so many nodes; skip the test where none can be made."""
+    """Yield a network with this many nodes; skip the test if it cannot be created."""
     try:
         with Network(nodes) as made:
             yield made

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a stack."""
+"""A real Prometheus that scrapes a stack."""
 
 import json
 import subprocess
@@ -13,14 +13,14 @@ from tests.support.waiting import PATIENCE, until
 
 
 class Prometheus:
-    """A real one that scrapes a stack every second.
+    """A real Prometheus that scrapes a stack every second.
 
     Args:
         targets: HOST:PORT of its API servers.
-        labels: what all series get, as from a ServiceMonitor.
-        rules: the text of a file of rules, evaluated every second.
+        labels: labels added to all series, as by a ServiceMonitor.
+        rules: content of a rules file, evaluated every second.
         variables: values of the variables in expressions.
-        scrape: other fields of the scrape's configuration.
+        scrape: additional fields of the scrape configuration.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Prometheus:
             ],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        # Before that it answers questions with 503.
+        # Until it is ready, it answers queries with 503.
         until(lambda: fetch(f"{self.url}/-/ready").status == 200, "Prometheus runs", interval=0.1)
 
     def value(self, expression: str) -> float:
@@ -75,7 +75,7 @@ class Prometheus:
         until(is_positive, expression, within, interval=0.2)
 
     def firing(self) -> dict[str, set[str]]:
-        """Return the alerts that fire, and for what each: an engine and a reason, or nothing."""
+        """Return the firing alerts, each with its engines and reasons, if any."""
         with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=PATIENCE) as answer:
             alerts = json.load(answer)["data"]["alerts"]
         found: dict[str, set[str]] = {}

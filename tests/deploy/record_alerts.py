@@ -1,9 +1,9 @@
-"""Brings a real stack into the states that alerts tell of, and records what its metrics say then.
+"""Brings a real stack into the states that trigger alerts, and records its metrics.
 
     python -m tests.deploy.record_alerts            # all states, some twelve minutes
     python -m tests.deploy.record_alerts hang queue
 
-Writes `recorded/STATE.yaml`, which `test_alerts_recorded.py` lets Prometheus judge.
+Writes `recorded/STATE.yaml`, which `test_alerts_recorded.py` evaluates with Prometheus.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 SLOTS = 4
 MINUTE = 60 // 30
-"""Samples that are told as a minute."""
+"""Samples that count as one minute."""
 
 State = Callable[["Stack"], None]
 STATES: dict[str, tuple[State, "Setup"]] = {}
@@ -36,7 +36,7 @@ Process = subprocess.Popen[bytes]
 
 
 class Setup:
-    """What a state's stack is started with."""
+    """Configuration of the stack of a state."""
 
     def __init__(
         self, expected: int, engines: int | None = None, step_us: int = 20000,
@@ -49,7 +49,7 @@ class Setup:
 
 
 def state(expected: int, **more: object) -> Callable[[State], State]:
-    """Register a state, whose story is the function's docstring."""
+    """Register a state; the function's docstring describes it in the recording."""
 
     def register(function: State) -> State:
         STATES[function.__name__] = (function, Setup(expected, **more))  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def state(expected: int, **more: object) -> Callable[[State], State]:
 
 
 class Stack:
-    """A coordinator, engines and two API servers, each a process of its own."""
+    """A coordinator, engines and two API servers, each in a separate process."""
 
     def __init__(self, folder: Path, setup: Setup, running: ExitStack) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class Stack:
         )
 
     def engine(self, rank: int, *flags: str, simulated: bool = True) -> Process:
-        """Start one, in the way of this state and with more flags, which win."""
+        """Start an engine as configured for this state; additional flags take precedence."""
         how = ("--executor", "simulated", "--max-num-seqs", str(SLOTS)) if simulated else ()
         own = self._setup.engine if simulated else ()
         return self._start(
@@ -105,7 +105,7 @@ class Stack:
 
     @contextmanager
     def load(self, clients: int, tokens: int, rank: int | None = None) -> Iterator[None]:
-        """Let clients ask for streams, each one after the other, until the block ends."""
+        """Run clients that each request one stream after another until the block ends."""
         over = threading.Event()
 
         def run(number: int) -> None:
@@ -123,7 +123,7 @@ class Stack:
             over.set()
 
     def goes_on(self, minutes: float, mark: str | None = None) -> None:
-        """Record for so long, and mark the end of it if it has a name."""
+        """Record for this many minutes, then mark the last sample if a name is given."""
         self.recorder.goes_on(int(minutes * MINUTE))
         if mark is not None:
             self.recorder.mark(mark)
@@ -230,7 +230,7 @@ def dying(stack: Stack) -> None:
 
 
 def starts(stack: Stack) -> float:
-    """Return how often the only engine, which is ready, was started again."""
+    """Return the number of restarts of the only engine, which must be ready."""
     if metric(stack.urls[0], "engine_up").get("0") != 1:
         return 0
     return metric(stack.urls[0], "engine_restarts_total")["0"]
@@ -268,7 +268,7 @@ def loading(stack: Stack) -> None:
 
 @contextmanager
 def throttled(process: Process, share: float = 0.07) -> Iterator[None]:
-    """Let a process run for a share of the time only."""
+    """Limit a process to a share of the time by stopping and continuing it."""
     over = threading.Event()
 
     def run() -> None:
@@ -307,7 +307,7 @@ def api_dying(stack: Stack) -> None:
 
 
 def restarts(stack: Stack) -> float:
-    """Return how often the process was started again; 0 while nobody answers."""
+    """Return the number of restarts of the process; 0 if there is no response."""
     try:
         return total(stack.urls[0], "api_server_restarts_total")
     except (OSError, AssertionError):

@@ -1,4 +1,4 @@
-"""Series of a running stack as promtool reads them: scraped, stretched in time, and kept."""
+"""Series of a running stack in promtool's format: scraped, stretched in time, and stored."""
 
 import re
 import threading
@@ -15,21 +15,21 @@ from tests.support.metrics import scrape
 
 FOLDER = Path(__file__).with_name("recorded")
 STRETCH = 30
-"""A second of a recording is told as so many: alerts take minutes, a recording need not."""
+"""Seconds per recorded second: alerts take minutes, recordings need not."""
 AGES = ("swell_engine_missing_seconds",)
-"""Ages of what is not there: they are stretched with the time."""
+"""Age metrics of missing components, which are stretched like time."""
 SILENCES = ("swell_stats_age_seconds", "swell_coordinator_silence_seconds")
-"""Ages that are seconds at most while all is well: what is above `PAUSE` is stretched."""
+"""Age metrics of at most seconds in normal operation: only the part above `PAUSE` is stretched."""
 PAUSE = 5.0
 
 ALERTS = (CHART / "files" / "alerts.yaml").read_text(encoding="utf-8")
 ASKED = set(re.findall(r"\bswell_\w+", ALERTS))
-"""Names of metrics that the alerts ask for."""
+"""Names of the metrics that the alerts use."""
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def samples(text: str) -> Iterator[tuple[str, str, float]]:
-    """Yield (metric, labels, value) of what /metrics says, as far as alerts ask for it."""
+    """Yield (metric, labels, value) of the samples of /metrics that the alerts use."""
     for metric, labels, value in _SAMPLE.findall(text):
         late = not metric.endswith("_bucket") or 'le="2.5"' in labels
         if metric in ASKED and late and not re.search(r'endpoint="(?!/v1/)', labels):
@@ -37,7 +37,7 @@ def samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def stretched(metric: str, value: float) -> float:
-    """Return a value as it would be after the time that is told."""
+    """Return a value as it would be after the stretched time."""
     if metric in AGES:
         return STRETCH * value
     if metric in SILENCES and value > PAUSE:
@@ -46,7 +46,7 @@ def stretched(metric: str, value: float) -> float:
 
 
 def told(values: Sequence[float | None]) -> str:
-    """Return values as promtool writes them, runs of equal steps in short; None is no sample."""
+    """Encode values in promtool's notation, compressing equal steps; None is a missing sample."""
     words: list[str] = []
     at = 0
     while at < len(values):
@@ -67,7 +67,7 @@ def told(values: Sequence[float | None]) -> str:
 
 
 def _step(values: Sequence[float | None], at: int) -> float | None:
-    """Return how much a value grows to the next; None if one is missing, or nothing follows."""
+    """Return the difference to the next value; None if either is missing."""
     if at + 1 == len(values):
         return None
     here, there = values[at], values[at + 1]
@@ -85,11 +85,11 @@ def _sign(step: float | None) -> str:
 
 
 class Recorded(NamedTuple):
-    """What is kept of a state."""
+    """The recording of a state."""
 
     story: str
     marks: dict[str, int]
-    """Samples at which something had happened, by name."""
+    """Indices of samples at which an event had happened, by name."""
     series: dict[str, str]
 
     @classmethod
@@ -104,7 +104,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Scrapes front ends once a second until it is told to end."""
+    """Scrapes front ends once a second until it is stopped."""
 
     def __init__(self, targets: dict[str, str]) -> None:
         self.targets = targets
@@ -118,7 +118,7 @@ class Recorder:
             try:
                 text = scrape(url)
             except (AssertionError, OSError):
-                continue  # a Prometheus has no samples either
+                continue  # Prometheus would have no samples either
             for metric, labels, value in samples(text):
                 known = ",".join(filter(None, ('job="swell"', f'instance="{instance}"', labels)))
                 series = f"{metric}{{{known}}}"
@@ -144,7 +144,7 @@ class Recorder:
             thread.join()
 
     def goes_on(self, count: int) -> None:
-        """Wait for so many more samples."""
+        """Wait for this many more samples."""
         end = self._count + count
         while self._count < end:
             time.sleep(0.05)
@@ -154,7 +154,7 @@ class Recorder:
         self.marks[name] = self._count - 1
 
     def recorded(self, story: str) -> Recorded:
-        """Return what was scraped."""
+        """Return the recording, with a description of the state."""
         series = {
             name: told([values.get(at) for at in range(self._count)])
             for name, values in sorted(self._found.items())

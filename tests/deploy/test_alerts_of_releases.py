@@ -1,4 +1,4 @@
-"""Alerts of several releases under one Prometheus: each tells of its own release only."""
+"""Alerts of several releases in one Prometheus: each covers only its own release."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from tests.deploy.test_chart import CHART, find, helm, read
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
-CASES = yaml.load(  # values such as 0x120 are no numbers of YAML's
+CASES = yaml.load(  # keeps values such as 0x120 as strings
     Path(__file__).with_name("alerts_test.yaml").read_text(encoding="utf-8"), yaml.BaseLoader
 )
 HEALTHY = "a healthy stack under load, seen by two front ends; nothing fires"
@@ -28,7 +28,7 @@ TROUBLES = [
 
 
 def rules_of(tmp_path: Path, namespace: str, service: str) -> Path:
-    """Write the rules that the chart makes for a release."""
+    """Write the rules that the chart renders for a release."""
     done = helm(
         "template", service.removesuffix("-swell"), str(CHART), "--namespace", namespace,
         "--kube-version", "1.30.0", "--set", "metrics.prometheusRule.enabled=true",
@@ -43,7 +43,7 @@ def rules_of(tmp_path: Path, namespace: str, service: str) -> Path:
 def series_of(
     case: dict[str, Any], namespace: str, service: str, values: int = 0
 ) -> list[dict[str, str]]:
-    """Return a case's series as those of a release, a healthy one's with so many values."""
+    """Return a case's series with a release's labels; a healthy one has this many values."""
     return [
         {
             "series": each["series"].replace(

@@ -1,4 +1,4 @@
-"""Alerts over series that were recorded on a real stack: what fires in each of its states.
+"""Alerts over series recorded on a real stack: which fire in each of its states.
 
 `record_alerts.py` made the recordings; a second of theirs is told as thirty. The cases at the
 bounds, with series made up for them, are in `alerts_test.yaml`.
@@ -58,7 +58,7 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
 
 
 def sample(told: str) -> dict[str, object]:
-    """Return an alert that fires as promtool writes what the question about it gives."""
+    """Return a firing alert in the form in which promtool reports the result of a query."""
     names = ("alertname", "engine", "reason")
     given = zip(names, told.split(), strict=False)
     labels = ", ".join(f'{name}="{value}"' for name, value in given if value != "-")
@@ -66,7 +66,7 @@ def sample(told: str) -> dict[str, object]:
 
 
 def case(name: str, series: dict[str, str], expected: dict[int, set[str]]) -> dict[str, Any]:
-    """Return what promtool is asked: which alerts fire at which samples."""
+    """Return a promtool test case: which alerts fire at which samples."""
     return {
         "name": name,
         "interval": f"{STRETCH}s",

@@ -1,4 +1,4 @@
-"""Alerts and the autoscaler's query, by a real Prometheus over a stack that gets into trouble."""
+"""Alerts and the autoscaler's query, evaluated by a real Prometheus over a failing stack."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ LABELS = {"namespace": "llm", "service": "demo-swell"}
 
 
 def impatient_alerts() -> str:
-    """Return the alerts with seconds for minutes, so that a test need not wait for them."""
+    """Return the alerts with minutes replaced by seconds, to shorten the tests."""
     text = (CHART / "files" / "alerts.yaml").read_text(encoding="utf-8")
     text = re.sub(r"for: \d+m", "for: 2s", text)
     text = text.replace("[5m]", "[5s]").replace("offset 10m", "offset 10s")
@@ -84,7 +84,7 @@ def test_troubles_of_a_stack_are_told_and_its_work_is_measured(tmp_path: Path) -
 
         with Load(url, CLIENTS).running() as load:
             began = time.monotonic()
-            # The work there is, in hundredths of engines that it would fill.
+            # The load, in hundredths of an engine.
             prometheus.wait(f"({query['query']}) > {70 * CLIENTS / SLOTS}")
             assert prometheus.value(query["query"]) <= 100 * CLIENTS / SLOTS
             signalled = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The autoscaler's query as the chart renders it, asked of a real Prometheus that scrapes a stack.
+"""The autoscaler's query as rendered by the chart, run on a real Prometheus that scrapes a stack.
 
 KEDA passes what the query gives to an autoscaler of Kubernetes, which divides it by the threshold
 and rounds up; without an answer KEDA keeps what runs (`fallback`).
@@ -31,7 +31,7 @@ LONG = 900
 
 
 class Scaler:
-    """What KEDA and the autoscaler make of a ScaledObject's trigger."""
+    """Evaluates a ScaledObject's trigger like KEDA and the autoscaler."""
 
     def __init__(self, prometheus: Prometheus, spec: dict[str, Any]) -> None:
         (trigger,) = spec["triggers"]
@@ -43,11 +43,11 @@ class Scaler:
         assert trigger["metadata"]["ignoreNullValues"] == "false", "nothing is not zero"
 
     def value(self) -> float:
-        """Return what the query gives; nan if nothing."""
+        """Return the query's value; nan if it has none."""
         return self._prometheus.value(self._query)
 
     def wanted(self) -> int | None:
-        """Return how many engines there shall be; None: as many as there are."""
+        """Return the desired number of engines; None: unchanged."""
         value = self.value()
         if math.isnan(value):
             return None
@@ -99,9 +99,9 @@ def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neithe
             client = threading.Thread(target=fetch, args=(f"{url}/v1/completions", body))
             client.start()
             clients.append(client)
-            # One after the other, so that front ends know how full engines are.
+            # Sequentially, so that front ends know the load of the engines.
             until(lambda: num_running(url) == number + 1, "it runs")  # noqa: B023
-        # Every slot is taken and nothing waits; both API servers tell of all engines.
+        # All slots are in use and nothing waits; both API servers export all engines.
         full = 100 * ENGINES
         until(lambda: scaler.value() == full, "as much work as engines", interval=0.3)
         prometheus.wait("count(swell_num_requests_running == 4) == bool 4")

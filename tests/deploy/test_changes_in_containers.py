@@ -1,4 +1,4 @@
-"""What changes in a month of a cluster, done to containers under load: no answer fails or differs.
+"""A month of cluster changes, applied to containers under load: no answer fails or differs.
 
 Containers run as a user of the cluster's choice. What Kubernetes would do is done here by hand: an
 autoscaler asks a real Prometheus and starts engines, a secret's files are exchanged as the kubelet
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
 SLOTS, CLIENTS, FRONT_ENDS = 4, 12, 2
 STARTING = 3 * PATIENCE
-"""Seconds within which containers with torch start on the busiest machine."""
+"""Maximum seconds for containers with torch to start on a busy machine."""
 COORDINATOR = "coordinator"
 FIRST, SECOND = "secret-of-clients", "next-secret-of-clients"
 SIMULATED = ("--executor", "simulated", "--simulated-step-us", "10000")
@@ -35,7 +35,7 @@ CLUSTER_KEYS, API_KEYS = "cluster keys were read again", "] keys were read again
 
 
 def ready(front: Container) -> str:
-    """Wait until all processes of an API server take requests; return its URL.
+    """Wait until all processes of an API server accept requests; return its URL.
 
     They share a port, so that `/ready` tells of one of them, the one that happens to be asked.
     """
@@ -77,7 +77,7 @@ class Stack:
         )  # fmt: skip
 
     def scale_as_told(self, prometheus: Prometheus) -> float:
-        """Do what KEDA and the autoscaler do; return the seconds until the load was told of."""
+        """Scale like KEDA and the autoscaler; return the seconds until the load was reported."""
         spec = scaled_object(
             f"engine.env.SWELL_MAX_NUM_SEQS={SLOTS}", "engine.autoscaling.maxReplicas=4"
         )
@@ -85,7 +85,7 @@ class Stack:
         query, threshold = trigger["metadata"]["query"], float(trigger["metadata"]["threshold"])
         most: int = spec["maxReplicaCount"]
         began = time.monotonic()
-        # The autoscaler rounds up: more than one engine less would do.
+        # The autoscaler rounds up, so any load above that of `most - 1` engines suffices.
         prometheus.wait(f"({query}) > {threshold} * {most - 1}")
         took = time.monotonic() - began
         self.engines += [self.engine() for _ in range(most - len(self.engines))]
@@ -98,14 +98,14 @@ class Stack:
         return took
 
     def lose_an_engine(self, prometheus: Prometheus) -> float:
-        """Remove one for good; return the seconds until Prometheus had heard of it."""
+        """Remove an engine permanently; return the seconds until Prometheus showed it."""
         began = time.monotonic()
         self.engines.pop(0).remove()
         prometheus.wait('swell_engine_missing_seconds{reason="silent"} >= bool 0')
         return time.monotonic() - began
 
     def exchange_keys(self, secret: Secret, load: Load) -> float:
-        """Exchange both keys, and the engines; return the seconds until all had read them."""
+        """Replace both keys, then the engines; return the seconds until all had read the keys."""
         listening = [self.coordinator, self.front]
         began = time.monotonic()
         secret.show(cluster=OLD, accepted=NEW, api=f"{FIRST}\n{SECOND}\n")
@@ -129,7 +129,7 @@ class Stack:
         return took
 
     def move_the_coordinator(self) -> float:
-        """Cut it off, and start another elsewhere; return the seconds until all were back."""
+        """Disconnect it and start another elsewhere; return the seconds until all had rejoined."""
         lost, address = self.coordinator, self.coordinator.address
         began = time.monotonic()
         self._fleet.cut_off(lost)

@@ -23,7 +23,7 @@ CHART = ROOT / "helm" / "swell"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 VALUES = [CHART / "values.yaml", *EXAMPLES]
 KUBERNETES = ("1.27", "1.37")
-"""The oldest version that the chart takes, and the newest whose schemas there are."""
+"""The oldest Kubernetes version that the chart supports, and the newest with a schema."""
 CUSTOM = {
     "ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "TriggerAuthentication",
     "InferencePool", "LeaderWorkerSet", "PodMonitor", "BackendTLSPolicy",
@@ -31,7 +31,7 @@ CUSTOM = {
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod", "Job")
 
 ROLE = "SWELL_NODE_RANK"
-"""A variable that containers have which run an engine's workers only."""
+"""An environment variable set only in containers that run just an engine's workers."""
 
 Manifest = dict[str, Any]
 
@@ -48,7 +48,7 @@ def helm(*arguments: str, cwd: Path | None = None) -> "subprocess.CompletedProce
 
 def render(values: Path | None = None, *settings: str, version: str = "1.30") -> list[Manifest]:
     """Return the manifests of the chart with a values file and --set arguments."""
-    # Files outside the chart are the tests' own, which write one after the other to the same.
+    # Do not cache files outside the chart: tests overwrite them.
     is_fixed = values is None or CHART in values.parents
     text = (_template if is_fixed else _template.__wrapped__)(values, settings, version)
     return read(text)
@@ -67,7 +67,7 @@ def _template(values: Path | None, settings: tuple[str, ...], version: str) -> s
 
 
 def read(text: str) -> list[Manifest]:
-    """Return the manifests that helm has written."""
+    """Parse the manifests in helm's output."""
     return [manifest for manifest in yaml.load_all(text, yaml.CSafeLoader) if manifest]
 
 
@@ -93,7 +93,7 @@ def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def environment(manifest: Manifest, container: int = 0) -> dict[str, Any]:
-    """Return the variables of one of a workload's containers, or of those of a pod that leads."""
+    """Return the environment of a workload's container, in the leader pod if there is one."""
     entries = templates(manifest)[0]["spec"]["containers"][container]["env"]
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
 
@@ -213,7 +213,7 @@ def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
             continue
         for container in pod["containers"]:
             if ROLE in {each["name"] for each in container["env"]}:
-                continue  # workers of an engine whose leader is asked
+                continue  # worker pods have no probes, their leader does
             ports = {port["name"] for port in container["ports"]}
             for probe, path in (("livenessProbe", "/health"), ("readinessProbe", "/ready")):
                 assert container[probe]["httpGet"]["path"] == path, name
@@ -330,7 +330,7 @@ def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[
                 yield from leaves(child, f"{path}.{key}")
         elif isinstance(value, list):
             for number, child in enumerate(value):
-                # Variables are known by their names, whatever comes before them.
+                # Environment variables are identified by name, not by position.
                 known = child.get("name", number) if isinstance(child, dict) else number
                 yield from leaves(child, f"{path}[{known}]")
         else:
@@ -400,11 +400,11 @@ def test_api_pods_hold_requests_where_the_last_engine_may_be_taken() -> None:
 
 
 def test_shares_may_be_set_on_the_command_line_too() -> None:
-    """`--set` makes texts of fractions."""
+    """`--set` passes fractions as strings."""
     for share, threshold in (("0.75", "75"), ("4", "400"), ("4.0", "400"), ("0.29", "29")):
         (trigger,) = scaled_object(f"engine.autoscaling.targetUtilization={share}")["triggers"]
-        # KEDA 2.14 to 2.17 cut off what follows the point when they fall back, and 0 times the
-        # replicas that run is the least number of them.
+        # KEDA 2.14 to 2.17 truncate the threshold to an integer on fallback, and 0 times the
+        # running replicas would give the minimum.
         assert trigger["metadata"]["threshold"] == threshold
     for share in ("4.5", "much", "-1", ".5e3"):
         sets = (
@@ -451,14 +451,14 @@ def test_full_caches_without_full_slots_are_not_taken_for_idle_engines(tmp_path:
 
 
 def load_of_four(running: int, waiting: int, cache: float) -> dict[str, float]:
-    """Return the series of four engines, of this release and of another."""
+    """Return the series of four engines of this release and of another one."""
     values = {"num_requests_running": running, "num_requests_waiting": waiting,
               "kv_cache_usage_perc": cache}  # fmt: skip
     return {
         f'swell_{name}{{namespace="llm", service="{service}", pod="{pod}", engine="{rank}"}}': value
         for name, value in values.items()
         for service in ("demo-swell", "other-swell")
-        for pod in ("a", "b")  # each API server shows all engines
+        for pod in ("a", "b")  # each API server exports all engines
         for rank in range(4)
     }
 

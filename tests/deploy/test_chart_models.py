@@ -1,4 +1,4 @@
-"""The chart while one model replaces another: neither is taken away too early."""
+"""The chart during the replacement of a model: neither model is removed too early."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_the_old_models_pods_stay_as_they_are_beside_the_new_ones() -> None:
 
 
 def least_ready(group: str, *sets: str) -> str:
-    """Return how many engines a group's API pods, when they start, wait for."""
+    """Return the number of engines that a group's starting API pods wait for."""
     manifests = render(None, *sets)
     name = f"demo-swell-api-{group}" if group else "demo-swell-api"
     api = find(manifests, "Deployment", name)
@@ -105,7 +105,7 @@ def test_what_an_old_model_was_started_with_can_be_said() -> None:
 
 
 def test_the_old_models_engines_keep_what_they_run_on(tmp_path: Path) -> None:
-    """A larger model has more GPUs, other nodes and settings: none of that is the old one's."""
+    """More GPUs, nodes and settings of a larger model do not affect the previous one."""
     small = {
         "gpus": 1, "repository": "small", "nodeSelector": {"gpu": "a100"}, "env": {"SWELL_SEED": 1},
         "resources": {

@@ -1,4 +1,4 @@
-"""What `helm upgrade` changes, on every version: which pods start anew, and what else."""
+"""Effects of `helm upgrade` on every Kubernetes version: which pods restart, and what changes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ SCALED = (*SIZES, "engine.autoscaling.enabled=true", "api.autoscaling.enabled=tr
 
 
 class Upgrade(NamedTuple):
-    """Settings before and after, whose pods start anew, and what else may change."""
+    """Settings before and after, the components that restart, and allowed other changes."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -45,7 +45,7 @@ UPGRADES = {
 
 
 def fixed(manifests: list[Manifest]) -> dict[str, Any]:
-    """Return what Kubernetes refuses to change of workloads that are there."""
+    """Return the immutable fields of existing workloads."""
     taken = {"replicas", "template", "updateStrategy"}
     kept = {}
     for manifest in manifests:

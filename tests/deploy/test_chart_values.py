@@ -1,4 +1,4 @@
-"""The chart's values for other clusters: each does what it says, for each component."""
+"""The chart's values for special clusters take effect, for each component."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def with_values(tmp_path: Path, values: dict[str, Any]) -> list[Manifest]:
 
 
 def refused(*settings: str) -> str:
-    """Return why the chart is not rendered."""
+    """Return the error with which rendering the chart fails."""
     sets = [part for setting in settings for part in ("--set", setting)]
     done = helm("template", "demo", str(CHART), "--kube-version", "1.30.0", *sets)
     assert done.returncode != 0
@@ -154,7 +154,7 @@ def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
     found = {}
     for path, (_, after) in differing(render(), manifests).items():
         short = path
-        if after is None:  # of a reference that is not there any more, one leaf is enough
+        if after is None:  # one leaf suffices for a removed reference
             short = re.sub(r"env\[(\w+)\]\.valueFrom.*", r"env[\1]", path)
         for name, kind in KINDS.items():
             spec = f"{kind}/demo-swell-{name}.spec"
@@ -351,7 +351,7 @@ own.env[NCCL_DEBUG].value=INFO own.envFrom[0].configMapRef.name=proxy
 own.volumeMounts[certs].mountPath=/etc/ssl/certs own.securityContext.capabilities.add[0]=IPC_LOCK
 own.resources.claims[gpu].name=gpu
 """
-"""What differs then in a component's workload, its pods (`pod`) and its own container."""
+"""The resulting differences in a component's workload, its pods (`pod`) and its container."""
 
 
 @COMPONENTS
@@ -365,7 +365,7 @@ def test_a_component_takes_what_charts_usually_take_and_no_other_changes(
     found = set[str]()
     for path, (_, after) in differing(render(), manifests).items():
         if component == "api" and path.startswith("Pod/demo-swell-test."):
-            continue  # `helm test` asks the API from a pod like its own
+            continue  # the `helm test` pod resembles an API pod
         assert path.startswith(start), "another component's"
         short = path.removeprefix(start).replace("spec.template.", "pod.")
         found.add(f"{short.replace(f'pod.spec.containers[{component}]', 'own')}={after}")
@@ -391,7 +391,7 @@ def test_probes_and_scrapes_follow_https() -> None:
     assert endpoint["scheme"] == "https"
     (test,) = find(manifests, "Pod", "demo-swell-test")["spec"]["containers"]
     assert test["env"][0]["value"].startswith("https://")
-    # A kubelet has no certificate to show.
+    # The kubelet has no client certificate.
     both = render(None, on[0], "api.env.SWELL_SSL_CA_CERTS=/ca.pem")
     assert pod_of(both, "api")["containers"][0]["livenessProbe"]["tcpSocket"] == {"port": "http"}
     plain = pod_of(render(), "api")["containers"][0]
@@ -411,7 +411,7 @@ def test_a_pool_has_an_api_server_beside_each_engine_for_the_endpoint_picker() -
     of_engine, of_api = (environment(workload(manifests, "engine"), each) for each in (0, 1))
     assert of_api["SWELL_DATA_PARALLEL_LB"] == "external"
     assert of_api["SWELL_DATA_PARALLEL_RANK"] == of_engine["SWELL_DATA_PARALLEL_RANK"]
-    # What the reference picker asks for, which sends no key.
+    # The path that the reference picker scrapes, without a key.
     assert of_api["SWELL_METRICS_PREFIX"] == "vllm:"
     assert of_api["SWELL_OPEN_METRICS"] == "true"
     assert of_api["SWELL_API_KEY_FILE"]
@@ -480,7 +480,7 @@ def test_pods_wait_for_the_job_that_fetches_the_model(tmp_path: Path) -> None:
         pod = pod_of(manifests, component)
         assert models in pod["volumes"]
         (waits,) = pod["initContainers"]
-        # What the Job writes last is what pods wait for: a directory for the claim.
+        # Pods wait for the file that the Job writes last.
         (mark,) = re.findall(r"/models/[^ ]+", waits["args"][0])
         assert script.splitlines()[-1] == f"touch {mark}"
         wait = waits["args"][0].replace("/models", str(tmp_path)).replace("sleep 5", "exit 7")

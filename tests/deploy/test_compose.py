@@ -113,7 +113,7 @@ def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
     assert config["User"] == "10001:10001"
     assert config["Entrypoint"] == ["swell"]
     assert config["Healthcheck"]["Test"][:5] == ["CMD", "python3", "-P", "-m", "engine.probe"]
-    # As process 1, without an init that would pass signals on.
+    # As PID 1, without an init process that would forward signals.
     docker.output(
         "docker", "run", "-d", "--name", name, "--read-only", "--tmpfs", "/tmp",
         "-e", "SWELL_INSECURE_CLUSTER=true", "-e", "SWELL_LOG_LEVEL=debug",
@@ -192,7 +192,7 @@ def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
         input=metrics, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     found = set((checked.stdout + checked.stderr).splitlines())
-    # vLLM's name of a histogram; any other finding is one of ours.
+    # A histogram name given by vLLM; any other finding is our fault.
     vllms = 'swell_iteration_tokens_total non-counter metrics should not have "_total" suffix'
     assert found <= {vllms}
     assert checked.returncode in (0, 3)  # 3: findings of style alone

@@ -1,4 +1,4 @@
-"""A coordinator's node is lost, and another takes over at another address behind the same name."""
+"""A coordinator's node is lost; another takes over at a new address behind the same name."""
 
 import time
 from collections.abc import Iterator

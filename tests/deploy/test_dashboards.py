@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules: well-formed, up to date, and right in promtool's eyes."""
+"""The dashboard and the alert rules are well-formed, up to date, and accepted by promtool."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Engines of several nodes: a LeaderWorkerSet, whose pods are one engine and its workers."""
+"""Engines on several nodes: a LeaderWorkerSet whose pods run an engine and its workers."""
 
 import json
 import re
@@ -179,7 +179,7 @@ def test_a_model_of_several_nodes_takes_the_place_of_one_that_has_one(tmp_path: 
         assert install(config, *both).returncode == 0
         path = f"/apis/{SET_PATH}/namespaces/llm/leaderworkersets/demo-swell-engine-next"
         cluster.objects[path]["status"] = {"readyReplicas": 2}
-        # What its controller makes has its name and labels, and is not the chart's.
+        # StatefulSets made by its controller have its name and labels but are not the chart's.
         made = json.loads(json.dumps(cluster.objects[path]))
         made["metadata"]["ownerReferences"] = [{"kind": SET, "name": "demo-swell-engine-next"}]
         same = "/apis/apps/v1/namespaces/llm/statefulsets/demo-swell-engine-next"
@@ -221,7 +221,7 @@ def network() -> Iterator[Network]:
 def as_started(
     template: Manifest, address: str, leader: str, head: str, worker_index: int, key: Path
 ) -> dict[str, str]:
-    """Return the variables of a pod's container, as the kubelet and the controller give them."""
+    """Return the environment of a pod's container, as set by the kubelet and the controller."""
     labels = {"group-index": "0", "worker-index": str(worker_index)}
     found = {}
     for name, value in variables(template).items():
@@ -269,7 +269,7 @@ def test_the_pods_of_a_set_serve_together_and_one_that_ends_is_waited_for(
         assert worker.said("workers 1 have started")
         undisturbed = cluster.complete(1, 30)
 
-        # A pod's container ends: the engine ends with it, and both are there again.
+        # A worker container exits: the engine exits with it, and both restart.
         worker.kill()
         until(leader.has_ended, "the engine ends, too", PATIENCE)
         leader.close()
@@ -277,7 +277,7 @@ def test_the_pods_of_a_set_serve_together_and_one_that_ends_is_waited_for(
         cluster.wait_for_engines(0)
         assert cluster.complete(1, 30) == undisturbed
 
-        # The engine's container alone ends: the other pod takes part in the next as it is.
+        # Only the engine's container exits: the other pod joins the next engine without a restart.
         leader.kill()
         leader = start(NEAR, leader_pod, 0)
         until(lambda: leader.said("node 1 has joined"), "the same pod joins again")

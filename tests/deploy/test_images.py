@@ -1,4 +1,4 @@
-"""What the image of API servers has beside HTTP, without anything being installed into it."""
+"""The API server image supports more than HTTP without installing anything into it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -24,7 +24,7 @@ def running() -> Iterator[ExitStack]:
 
 def test_traces_of_requests_leave_the_image(project: Compose, running: ExitStack) -> None:
     fleet = Fleet(project.docker, running, (), ("--insecure-cluster",))
-    # The network's gateway is this machine.
+    # The container network's gateway is this machine.
     collector = running.enter_context(closing(Collector(f"{SUBNET}.1")))
     join = ("--coordinator", f"{COORDINATOR}:7550")
     fleet.start("coordinator", "--coordinator", "*:7550", alias=COORDINATOR)

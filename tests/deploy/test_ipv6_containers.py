@@ -1,4 +1,4 @@
-"""A cluster that has IPv6 alone: pods find each other by a name and answer."""
+"""An IPv6-only cluster: pods find each other by name and serve requests."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())
 
 
 def command(*words: str) -> str:
-    """Run a command of the host; a kernel that has no IPv6 ends the test."""
+    """Run a command on the host; skip the test if the kernel has no IPv6."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
@@ -35,7 +35,7 @@ def command(*words: str) -> str:
 
 
 class Pods:
-    """Network namespaces that sleeping containers hold, as pods are, on a switch of their own."""
+    """Network namespaces held by sleeping containers, like pods, on a separate switch."""
 
     def __init__(self, docker: Docker, running: ExitStack) -> None:
         self._docker = docker
@@ -47,7 +47,7 @@ class Pods:
         command("ip", "-n", SWITCH, "link", "set", "br0", "up")
 
     def start(self, words: tuple[str, ...], variables: dict[str, str]) -> tuple[Container, str]:
-        """Run a command of `swell` in a new pod; return its container and IP address."""
+        """Run a `swell` command in a new pod; return its container and IP address."""
         self._number += 1
         address, holder = f"fd77::{self._number}", f"swelltest-pod-{self._number}"
         self._running.callback(self._docker.run, "docker", "rm", "-f", holder)

@@ -1,4 +1,4 @@
-"""The manifest for KubeRay: what its RayJob and Kubernetes take, with flags that there are."""
+"""The KubeRay manifest is valid for RayJob and Kubernetes, and its flags exist."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Alerts where an inference gateway sends the traffic to API servers in engines' pods."""
+"""Alerts when an inference gateway sends traffic to API servers in engine pods."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.deploy
 
 REQUESTS = 120
-"""More than the 100 from which the objective is watched."""
+"""More than the 100 requests that the burn-rate alerts require."""
 
 
 def scrape_of(endpoint: Manifest) -> dict[str, Any]:
-    """Return what the Prometheus operator makes of a monitor's relabelings."""
+    """Return the scrape configuration that the Prometheus operator generates for an endpoint."""
 
     def rules(name: str) -> list[dict[str, Any]]:
         return [
@@ -54,7 +54,7 @@ def test_late_first_tokens_behind_an_inference_gateway_raise_the_alert(tmp_path:
             swell("engine", *join, *slow, "--max-num-seqs", "128", "--data-parallel-rank", "0",
                   "--drain-timeout", "1")
         )  # fmt: skip
-        # As in the pod of an engine.
+        # As in an engine pod.
         url = running.enter_context(
             RunningStack(
                 *join, "--data-parallel-lb", "external", "--data-parallel-rank", "0",

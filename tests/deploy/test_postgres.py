@@ -1,4 +1,4 @@
-"""Kept responses in a real PostgreSQL of Debian's package, run by an unprivileged user."""
+"""The response store on a real PostgreSQL from Debian's package, run by an unprivileged user."""
 
 import os
 import pwd
@@ -38,7 +38,7 @@ class Server:
         self._sockets = directory
         (self._port,) = free_ports(1)
         self._user = None
-        if os.getuid() == 0:  # which it refuses to run as
+        if os.getuid() == 0:  # PostgreSQL refuses to run as root
             self._user = pwd.getpwnam("nobody").pw_name
             shutil.chown(directory, self._user)
         self._run("initdb", "-A", "trust", "-U", "swell", "--no-sync", "-D", str(self._data))

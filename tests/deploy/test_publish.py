@@ -1,4 +1,4 @@
-"""What a tag publishes: images and a chart that fit each other and the sources."""
+"""Publishing a tag: images and a chart that match each other and the sources."""
 
 import re
 import subprocess

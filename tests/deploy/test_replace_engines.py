@@ -1,4 +1,4 @@
-"""The script that replaces engines several at a time, over a kubectl that only keeps pods."""
+"""The script that replaces engines in batches, with a fake kubectl that only stores pods."""
 
 import json
 import os

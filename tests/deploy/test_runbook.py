@@ -1,4 +1,4 @@
-"""The runbook: what it says to type and to look for exists."""
+"""The commands, settings and metrics named in the runbook exist."""
 
 import json
 import os
@@ -23,22 +23,22 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 PAGES = ("deploy.md", "deploy-reference.md", "runbook.md")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)|^    (.+)$", re.MULTILINE)
 OTHERS = ("kubectl", "helm", "curl", "docker", "python", "logs", "up", "set", "from")
-"""Programs, and words of theirs, whose flags are not ours."""
+"""Programs and subcommands whose flags are not Swell's."""
 
 
 def snippets(text: str) -> list[str]:
-    """Return what a page says in code: between backticks or indented."""
+    """Return the code on a page: between backticks or indented."""
     return [" ".join((inline or block).split()) for inline, block in CODE.findall(text)]
 
 
 def commands(program: str) -> list[list[str]]:
-    """Return the words of the runbook's command lines of a program."""
+    """Return the runbook's command lines of a program, split into words."""
     text = RUNBOOK.replace("| tail", "").replace(" &", "")
     return [shlex.split(each) for each in snippets(text) if each.split()[0] == program]
 
 
 def rendered(*sets: str) -> list[dict[str, Any]]:
-    """Return the manifests of the release that the runbook speaks of, with all keys."""
+    """Return the manifests of the runbook's example release, with all keys set."""
     chosen = [part for each in ("clusterKey.value=k", "apiKeys.value=a", *sets)
               for part in ("--set", each)]  # fmt: skip
     done = helm("template", "swell", str(CHART), "--namespace", "llm", "--kube-version", "1.30.0",
@@ -98,13 +98,13 @@ def test_what_kubectl_is_asked_for_is_in_the_chart() -> None:
 
 
 def kubectl_lines() -> list[list[str]]:
-    """Return what both pages have typed after `kubectl`, without pipes and comments."""
+    """Return the arguments of `kubectl` on both pages, without pipes and comments."""
     found = set()
     for page in PAGES:
         text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n", " ")
         for each in snippets(text):
             line = re.sub(r"\$\(.*?\)", "VALUE", each).partition(" | ")[0].removesuffix(" &")
-            if line.startswith("kubectl ") and line.count(" ") > 1:  # not a command's mere name
+            if line.startswith("kubectl ") and line.count(" ") > 1:  # not a bare command name
                 found.add(tuple(shlex.split(line, comments=True)[1:]))
     return [list(words) for words in sorted(found)]
 
@@ -130,7 +130,7 @@ def test_kubectl_asks_in_the_namespace_of_the_release() -> None:
 
 
 def helm_lines(page: str) -> list[list[str]]:
-    """Return what a page has typed after `helm`, without comments; not commands' mere names."""
+    """Return the arguments of `helm` on a page, without comments and mere mentions of commands."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [shlex.split(each, comments=True) for each in snippets(text)]
     return [words[1:] for words in lines if words[:1] == ["helm"] and len(words) > 2]
@@ -145,15 +145,15 @@ def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
         for words in (words for page in PAGES for words in helm_lines(page)):
             assert words[:2] == ["-n", "llm"], words
             if words[2] == "test" or any(word.startswith("oci://") for word in words):
-                continue  # its pod would have to run; the chart to be in a registry
-            # It asks the server for schemas of kinds, which are tried in test_chart.py.
+                continue  # needs a running pod, or the chart in a registry
+            # Would fetch schemas from the server; test_chart.py validates them.
             blind = ["--disable-openapi-validation"] if words[2] != "rollback" else []
             numbered = [each.replace("=N", "=3") for each in words]
             done = helm(*numbered, "--kubeconfig", str(config), *blind, cwd=tmp_path)
             assert done.returncode == 0, (words, done.stderr)
             typed.append(words[2])
             for path, manifest in cluster.objects.items():
-                if "/deployments/" in path:  # all pods get ready at once
+                if "/deployments/" in path:  # all pods become ready at once
                     manifest["status"] = {"availableReplicas": 2}
     assert set(typed) == {"install", "upgrade", "rollback"}
     assert len(typed) > 5

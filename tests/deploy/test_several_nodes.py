@@ -1,4 +1,4 @@
-"""A cluster of three nodes, each in a network namespace of its own."""
+"""A cluster of three nodes, each in its own network namespace."""
 
 import json
 import os
@@ -31,7 +31,7 @@ ENGINE_TIMEOUT = 2.0
 
 
 class Process:
-    """A swell process on a node, with what it prints."""
+    """A swell process on a node, with its output."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Process:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it without a word."""
+        """Kill it with SIGKILL."""
         self._process.kill()
         self.close()
 
     def close(self) -> None:
-        """End it in order, unless it has ended before."""
+        """Stop it gracefully; idempotent."""
         self._process.terminate()
         try:
             self._process.wait(PATIENCE)
@@ -82,9 +82,9 @@ class Process:
 
 
 class Cluster:
-    """A coordinator, an API server on the head node, and whatever is started beside them.
+    """A coordinator, an API server on the head node, and further processes.
 
-    Others look for the coordinator at `name`, or else at the address of its node.
+    Processes reach the coordinator at `name`, or at the address of its node if there is no name.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Cluster:
         )
 
     def ready_engines(self) -> dict[int, str]:
-        """Return the node of each engine that is ready; none while nobody answers."""
+        """Return the node of each ready engine; empty if there is no response."""
         answer = fetch(f"{self.url}/status.json")
         engines = json.loads(answer.text)["engines"] if answer.status == 200 else []
         return {each["rank"]: each["host"] for each in engines if each["ready"]}
@@ -150,7 +150,7 @@ class Cluster:
         return complete(self.url, f"Scene {seed}", max_tokens, seed=seed, temperature=1.0)
 
     def complete_all(self, count: int, max_tokens: int) -> list[str]:
-        """Answer so many requests at the same time."""
+        """Send this many requests concurrently; return their texts."""
         answers: dict[int, str] = {}
 
         def run(seed: int) -> None:
@@ -165,11 +165,11 @@ class Cluster:
         return [answers[seed] for seed in range(count)]
 
     def running_on(self, rank: int) -> float:
-        """Return how many requests an engine runs."""
+        """Return the number of running requests of an engine."""
         return metric(self.url, "num_requests_running").get(str(rank), 0.0)
 
     def runs(self) -> bool:
-        """Whether a wave is under way."""
+        """Return whether a wave is in progress."""
         return bool(call(f"{self.url}/status.json")["running"])
 
 

@@ -1,4 +1,4 @@
-"""Dashboards made for vLLM, asked of a real Prometheus that scrapes Swell under load.
+"""Queries of vLLM's dashboards, run on a real Prometheus that scrapes Swell under load.
 
 The tables below say which metrics, labels and functions the panels of vLLM's dashboards use
 (examples/observability: prometheus_grafana, performance_statistics, query_statistics, and the
@@ -35,7 +35,7 @@ SLOTS = 4
 CLIENTS = 24
 
 Form = Callable[[str, str], list[str]]
-"""Expressions for a metric and a selector of labels."""
+"""Expressions with placeholders for a metric and a label selector."""
 
 
 def quantiles(*shares: float, by: str = "le", over: str = "$__rate_interval") -> Form:
@@ -160,7 +160,7 @@ QUERIES = [
 
 
 class Load:
-    """More clients than the engines have slots, for as long as it is entered."""
+    """Runs more clients than the engines have slots while the context is active."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -189,7 +189,7 @@ class Load:
 
 
 class Monitored:
-    """A loaded stack, its Prometheus, and what all queries gave under load."""
+    """A loaded stack, its Prometheus, and the results of all queries under load."""
 
     def __init__(self, url: str, prometheus: Prometheus) -> None:
         self.url = url
@@ -284,7 +284,7 @@ def test_every_panel_of_the_own_dashboard_asks_for_what_there_is(monitored: Moni
     ]
     findings = [ask(monitored.prometheus.url, query, VARIABLES) for query in asked]
     wrong = [finding for finding in findings if finding.error]
-    # No engine has been lost or put to sleep, and a rate of 0/0 is no number.
+    # No engine was lost or put to sleep, so these rates are 0/0, which is NaN.
     missing = [finding.query for finding in findings if not finding.values]
     assert not wrong
     assert {query.panel for query in missing} <= {
