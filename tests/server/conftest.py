@@ -98,13 +98,13 @@ def logprob_of(token_id: int, alternatives: int, named: Sequence[int] = ()) -> T
 
 @pytest.fixture(autouse=True)
 def run_loop() -> RunLoop:
-    """What runs a test that is a coroutine function."""
+    """Return the hook that runs coroutine tests."""
     return asyncio.run
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function on an event loop of its own."""
+    """Run a coroutine test on a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -115,7 +115,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 class FakeStream(RequestStream):
-    """A token stream that is fed by its test or by the client's script."""
+    """A token stream fed by its test or by the client's script."""
 
     def __init__(
         self, message: AddRequest, id_: int, pinned_rank: int | None, unread: Unread | None
@@ -148,7 +148,7 @@ class FakeStream(RequestStream):
             self.put(output)
 
     def put(self, output: RequestOutput) -> None:
-        """Take an output, which is not merged with others."""
+        """Add an output, without merging it with others."""
         self._pieces.append(output)
         self.unread.arrived(self, output)
 
@@ -157,7 +157,7 @@ class FakeStream(RequestStream):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what comes next."""
+        """Whether a reader waits for the next output."""
         return self.unread._waiter is not None
 
 
@@ -165,7 +165,7 @@ Script = Callable[[FakeStream], Sequence[RequestOutput | Exception]]
 
 
 class FakeGenerationClient:
-    """Answers every sequence with what its script says."""
+    """Answers every sequence according to its script."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -299,7 +299,7 @@ class FakeGenerationClient:
 
 
 def tokenizer_with(backend: Tokenizer, template: str, *added: AddedToken) -> ServedTokenizer:
-    """Return a tokenizer with a chat template, and with more tokens."""
+    """Return a tokenizer with a chat template and additional tokens."""
     own = Tokenizer.from_str(backend.to_str())
     own.add_tokens(list(added))
     return ServedTokenizer(
@@ -338,7 +338,7 @@ def engines(tokenizer: ServedTokenizer) -> FakeGenerationClient:
 
 @pytest.fixture(scope="session", autouse=True)
 def grammar_process() -> Iterator[None]:
-    """One process checks the grammars of all apps: to start it takes longer than most tests."""
+    """A grammar checker process shared by all apps, because it is slow to start."""
     process, turn = HelperProcess(grammar_check._PROCESS, NOTHING), threading.Lock()
 
     class Shared:
@@ -377,7 +377,7 @@ def whole_app(
     tokenizer: ServedTokenizer,
     tmp_path: Path,
 ) -> Iterator[FastAPI]:
-    """An app with all endpoints that there are, those for administrators included."""
+    """An app with all endpoints, including admin endpoints."""
     settings = msgspec.structs.replace(
         config,
         guards=GuardConfig(admin_key=ADMIN_KEY),
@@ -428,7 +428,7 @@ class Http:
         return answer
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of a stream that ends as it should."""
+        """Return the events of a stream that ends normally."""
         response = self.post(path, {"model": "tiny", "stream": True, **body})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -436,7 +436,7 @@ class Http:
 
     @staticmethod
     def events(text: str) -> list[dict[str, Any]]:
-        """Parse a stream, checking that it ends with [DONE] or an error and has events only."""
+        """Parse a stream; check that it contains only events and ends with [DONE] or an error."""
         *frames, end = text.split("\n\n")
         assert end == ""
         if not frames[-1].startswith('data: {"error":'):
@@ -463,7 +463,7 @@ def http(app: FastAPI) -> Http:
 def http_of(
     engines: FakeGenerationClient, tokenizer: ServedTokenizer
 ) -> Callable[[FrontEndConfig], Http]:
-    """Return what makes a client of an app with other settings."""
+    """Return a function that creates a client of an app with other settings."""
     return lambda config: Http(
         build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
     )
@@ -473,7 +473,7 @@ VECTOR_SIZE = 8
 
 
 def vector_of(token_ids: Sequence[int], size: int = VECTOR_SIZE) -> list[float]:
-    """Return the vector that scripted engines make of a sequence; longer ones have larger ones."""
+    """Return the scripted engines' vector of a sequence; it grows with the length."""
     return [float(len(token_ids)), *map(float, token_ids[: size - 1])] + [0.0] * (
         size - 1 - len(token_ids[: size - 1])
     )
@@ -493,7 +493,7 @@ def vectors(size: int) -> Script:
 
 
 def framed(backend: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that puts special tokens around texts, as those of BERT do."""
+    """Return a tokenizer that encloses texts in special tokens, like BERT's."""
     own = Tokenizer.from_str(backend.to_str())
     first, last = ("<|user|>", own.token_to_id("<|user|>")), ("<|end|>", own.token_to_id("<|end|>"))
     own.post_processor = processors.TemplateProcessing(
@@ -508,7 +508,7 @@ def framed(backend: Tokenizer) -> Tokenizer:
 def pooling_http(
     config: FrontEndConfig, engines: FakeGenerationClient, backend: Tokenizer
 ) -> Callable[..., Http]:
-    """Return what makes a client of an app over a model that makes vectors."""
+    """Return a function that creates a client of an app with a pooling model."""
 
     def make(config: FrontEndConfig = config, **fields: Any) -> Http:
         given: dict[str, Any] = {"task": "embed", "pooling": "mean", "size": VECTOR_SIZE} | fields
@@ -528,9 +528,9 @@ Served = Callable[..., contextlib.AbstractContextManager[str]]
 
 @pytest.fixture
 def served() -> Served:
-    """Return what serves an app on a free port, from a thread as a front end would.
+    """Return a function that serves an app on a free port in a thread, like a front end.
 
-    What is given beside the app is called at the end, on its event loop.
+    The further arguments are called at the end, on the app's event loop.
     """
 
     @contextlib.contextmanager

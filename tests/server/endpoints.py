@@ -1,4 +1,4 @@
-"""The endpoints that take a body, as the app itself has them: no test lists them by hand."""
+"""The endpoints with a request body, read from the app rather than listed by hand."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -12,7 +12,7 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 def bodies(app: FastAPI) -> dict[str, tuple[type[BaseModel], ...]]:
-    """Return the models of the bodies that each path of an app takes."""
+    """Return the body models of each path of an app."""
     found = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.body_field is not None:
@@ -25,12 +25,12 @@ def bodies(app: FastAPI) -> dict[str, tuple[type[BaseModel], ...]]:
 
 
 def models(app: FastAPI) -> dict[str, type[BaseModel]]:
-    """Return all models of bodies by their names."""
+    """Return all body models by name."""
     return {model.__name__: model for each in bodies(app).values() for model in each}
 
 
 def numbers(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every number of a JSON schema with its place."""
+    """Yield every number of a JSON schema with its path."""
     if isinstance(schema, dict):
         if schema.get("type") in ("integer", "number"):
             yield path, schema

@@ -1,4 +1,4 @@
-"""`swell completion`: what shells offer."""
+"""`swell completion`: the suggestions offered by shells."""
 
 import subprocess
 

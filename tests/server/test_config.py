@@ -1,4 +1,4 @@
-"""What each kind of process gets of the settings of `swell serve`."""
+"""The settings of `swell serve` that each kind of process receives."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `swell doctor` says of a machine."""
+"""The output of `swell doctor` for a machine."""
 
 import resource
 import socket

@@ -1,4 +1,4 @@
-"""Models are fetched before they are served, from a hub that is played by a local server."""
+"""Models are downloaded before they are served, from a hub simulated by a local server."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def _oid(content: bytes) -> str:
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """What the hub's client asks of a repository."""
+    """Serves the hub client's requests for a repository."""
 
     protocol_version = "HTTP/1.1"
 

@@ -1,4 +1,4 @@
-"""The command line: what it understands, and what it says about what it does not."""
+"""The command line: accepted flags, and errors for the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Processes that work for clients give way to the process that asks them."""
+"""Helper processes have lower priority than the process that calls them."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a text would cost is known before it is parsed, and exactly."""
+"""The exact memory cost of a JSON text is known before it is parsed."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ documents = st.recursive(
 
 
 def counted(value: Any) -> Price:
-    """Count what a parsed document holds."""
+    """Count the values in a parsed document."""
     if isinstance(value, dict):
         inner = [counted(each) for each in value.values()]
         total = Price(1 + len(value), 1)
@@ -44,12 +44,12 @@ def nested(depth: int) -> str:
 @given(documents, st.booleans(), st.sampled_from([2, 3, 7, 2**17]))
 def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool, part: int) -> None:
     wrapped = [document, ",:" * MAX_JSON_DEPTH]
-    with pytest.MonkeyPatch.context() as patch:  # wherever the text is divided
+    with pytest.MonkeyPatch.context() as patch:  # at any split position
         patch.setattr(json_price, "_PART_BYTES", part)
         found = price(json.dumps(wrapped, ensure_ascii=ascii_only).encode())
     exact = counted(wrapped)
     assert found.containers == exact.containers
-    # Each container counts one more than it holds: commas do not tell an empty one from others.
+    # Each container counts one more than its items, because commas do not reveal empty ones.
     assert exact.values <= found.values <= exact.values + exact.containers
 
 

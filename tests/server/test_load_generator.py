@@ -1,4 +1,4 @@
-"""`swell bench` against the product's own application."""
+"""`swell bench` against Swell's own application."""
 
 import json
 import re
@@ -20,9 +20,9 @@ INTERRUPTIBLE = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""A program that runs a command which interrupts end."""
+"""A program that runs a command with default interrupt handling."""
 TIMER_SECONDS = 0.002
-"""By how much the event loop's timers, which count milliseconds, can be early."""
+"""Seconds by which the event loop's millisecond timers can be early."""
 
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]
@@ -30,7 +30,7 @@ Bench = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def bench(app: Any, served: Any, tmp_path: Path) -> Bench:
-    """Return what runs `swell bench` and gives its exit code and the result file."""
+    """Return a function that runs `swell bench`; it returns the exit code and the result file."""
 
     def run(*flags: str) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "result.json"
@@ -60,7 +60,7 @@ def test_a_closed_loop_counts_every_request_and_token(
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     for name in ("ttft", "e2el"):
         assert 0 < result[f"median_{name}_ms"] <= result[f"p99_{name}_ms"]
-    # The fake engine has all tokens at once, so that all can come with the first.
+    # The fake engine produces all tokens at once, so all can arrive with the first.
     assert 0 <= result["median_tpot_ms"] <= result["p99_tpot_ms"]
     assert [request["index"] for request in result["requests"]] == list(range(40))
     assert {request["finish_reason"] for request in result["requests"]} == {"length"}
@@ -128,7 +128,7 @@ def test_an_interrupted_run_shows_what_it_has(
     with served(app) as url:
         process = subprocess.Popen(
             [
-                # A shell has its background jobs ignore interrupts, and children inherit that.
+                # Shells make background jobs ignore interrupts, which children inherit.
                 sys.executable, "-c", INTERRUPTIBLE, SWELL, "bench", "--url", url,
                 "--num-prompts", "9", "--num-warmups", "1", "--max-concurrency", "2",
                 "--random-input-len", "3",

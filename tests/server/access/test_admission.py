@@ -1,4 +1,4 @@
-"""Who is taken on and who is told to come again, over all front ends of a node."""
+"""Which requests are admitted and which must retry, across all front ends of a node."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ def admission(
 
 
 class Taker:
-    """A front-end process that takes on as much as it is told to and is let."""
+    """A front-end process that submits requests as instructed, subject to admission."""
 
     def __init__(self, directory: Path, index: int, max_queue: int) -> None:
         arguments = [str(directory), str(index), str(max_queue)]
@@ -186,7 +186,7 @@ def test_the_time_to_come_again_follows_from_the_measured_drain_rate() -> None:
         places.append(node.reserve(1, 1, now))
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 1, now)
-    # One a second: half of the 40 that wait are through after 20 s.
+    # At one per second, half of the 40 waiting requests are done after 20 s.
     assert refused.value.retry_after == pytest.approx(20, abs=1)
     now += 5.0
     node._rate.sample(now, node.table.ended())
@@ -215,7 +215,7 @@ class TestOverHttp:
         )
 
     def fill(self, app: Any, engines: Any, count: int, **fields: Any) -> list[Any]:
-        """Send requests at once, answer none but those that are refused, then hang up."""
+        """Send requests at once; only refused ones are answered; then disconnect."""
         import httpx
 
         engines.script = lambda stream: []

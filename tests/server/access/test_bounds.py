@@ -1,4 +1,4 @@
-"""Every number that a client may send has a smallest and a largest value."""
+"""Every number in a request has a minimum and a maximum."""
 
 from fastapi import FastAPI
 

@@ -111,7 +111,7 @@ class TestWhatIsShown:
         for path in ALL_SHOWN:
             for headers in ({}, bearer("wrong"), {"Authorization": SECRETS[0]}):
                 assert http.get(path, headers=headers).status_code == 401
-            # What is much work is made to wait when it is asked for again: once is enough.
+            # Repeated expensive requests are delayed, so send only one.
             is_work = path in ("/metrics", "/openapi.json")
             for key in SECRETS[1:] if is_work else (*SECRETS, "root-secret"):
                 assert http.get(path, headers=bearer(key)).status_code == 200

@@ -1,4 +1,4 @@
-"""A server without a key answers only to names that no stranger's page can have."""
+"""A server without a key accepts only host names that a foreign web page cannot have."""
 
 import socket
 from typing import Any

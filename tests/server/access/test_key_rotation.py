@@ -1,4 +1,4 @@
-"""Keys in files that are exchanged while a front end serves."""
+"""Rotation of key files while a front end serves."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from server.config import GuardConfig
 
 
 class Rotation:
-    """PathAccess whose keys are in files, asked at a time of their own."""
+    """PathAccess with keys in files and a controlled clock."""
 
     def __init__(self, directory: Path) -> None:
         self._now = 0.0
@@ -66,7 +66,7 @@ def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Ro
 def test_the_last_key_that_is_taken_out_opens_nothing_any_more(
     rotation: Rotation, emptied: str
 ) -> None:
-    """The file may only be being written: it has to be without a key for two looks."""
+    """The file may be in the middle of a write, so it must be empty in two consecutive reads."""
     for file, path in ((rotation.api, "/v1/models"), (rotation.admin, "/admin/scale")):
         secret = file.read_text().strip()
         file.write_text(emptied)
@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_never_opens_a_door(
 
 
 def test_a_link_that_is_pointed_elsewhere_is_a_change(tmp_path: Path) -> None:
-    """As the kubelet exchanges what a volume of a secret shows."""
+    """The kubelet replaces the files of a secret volume by switching a symlink."""
     for version in ("one", "two"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "api-keys").write_text(f"key-{version}\n")

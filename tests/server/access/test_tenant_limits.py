@@ -1,4 +1,4 @@
-"""What one tenant may hold of a node, over all of its front ends."""
+"""Limits of one tenant on a node, across all its front ends."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def node(
 
 
 def fill(admission: Admission, place: int, requests: int = 1, tokens: int = 1) -> int:
-    """Reserve until it is refused; return how many sequences were taken."""
+    """Reserve until refused; return the number of sequences admitted."""
     for taken in range(10_000):
         try:
             admission.reserve(requests, tokens, 0.0, place)

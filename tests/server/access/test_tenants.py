@@ -1,4 +1,4 @@
-"""Whose a request is, what that lets it do, and whose cached prompts it may find."""
+"""The tenant of a request, its permissions, and which cached prompts it can use."""
 
 from pathlib import Path
 from typing import Any

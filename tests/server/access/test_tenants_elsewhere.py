@@ -1,4 +1,4 @@
-"""Limits of a tenant over front ends that share no memory, by way of the coordinator."""
+"""Tenant limits across front ends without shared memory, exchanged through the coordinator."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SEARCH, BATCH = 11, 12
 
 
 class Cluster:
-    """Front ends with a table each, and a coordinator."""
+    """Front ends, each with its own table, and a coordinator."""
 
     def __init__(self, number: int) -> None:
         self.usage = TenantUsage()
@@ -38,7 +38,7 @@ class Cluster:
             each.take(view, self.now)
 
     def settle(self) -> None:
-        """Let all tell the coordinator, and it them."""
+        """Exchange usage between all front ends and the coordinator."""
         for each in self.elsewhere:
             notice = each.notice(self.now)
             if notice is not None:
@@ -63,7 +63,7 @@ class Cluster:
 def test_a_key_has_one_limit_over_all_nodes() -> None:
     cluster = Cluster(3)
     nodes = [cluster.admission(index, max_sequences_per_key=4) for index in range(3)]
-    # Places in the table may differ between nodes; the tenant does not.
+    # A tenant's index in the table can differ between nodes.
     held = [cluster.reserve(node, 3 + i, SEARCH) for i, node in enumerate(nodes)]
     cluster.settle()
     held.append(cluster.reserve(nodes[0], 3, SEARCH))

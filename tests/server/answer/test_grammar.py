@@ -40,7 +40,7 @@ def tokenizer(request: pytest.FixtureRequest, backend: Tokenizer) -> ServedToken
 
 
 def accepts(grammar: LarkGrammar, text: str, tokenizer: ServedTokenizer) -> bool:
-    """Whether the whole text is what the grammar asks for."""
+    """Return whether the grammar matches the entire text."""
     tokens = LLTokenizer(tokenizer.backend.to_str(), eos_token=min(tokenizer.eos_token_ids))
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(grammar.text))
     assert not matcher.is_error(), matcher.get_error()

@@ -222,7 +222,7 @@ ANSWERS: dict[str, list[tuple[str, str | None, list[Call]]]] = {
         (f"Well.<|action_start|><|plugin|>\n{ADD}<|action_end|>", "Well.", CALLS[:1]),
     ],
 }  # fmt: skip
-"""Answers by format, with the content and the calls that they consist of."""
+"""Answers by format, with their expected content and calls."""
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ eof_line: "*** End of File" LF
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether the JSON string of a text matches the quoted grammar."""
+    """Return whether the quoted grammar matches the JSON string of a text."""
     tokenizer = LLTokenizer("byte")
     whole = f'start: "\\"" text "\\""\ntext: %lark {{\n{quoted_lark(grammar)}\n}}'
     assert not LLMatcher.validate_grammar(whole, tokenizer)

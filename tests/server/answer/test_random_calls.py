@@ -1,4 +1,4 @@
-"""Whatever is drawn at random under the grammar of a tool call is a call that fits its schema."""
+"""Random output under a tool call's grammar is always a call that matches its schema."""
 
 import json
 import random
@@ -31,7 +31,7 @@ DEAD_END = {
     "required": ["score"],
     "additionalProperties": False,
 }
-"""After the one property there is a comma that nothing can follow, unless that is known before."""
+"""A comma after the only property is a dead end, unless it is excluded in advance."""
 
 _VALUES = st.sampled_from(
     [

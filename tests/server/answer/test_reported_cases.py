@@ -1,4 +1,4 @@
-"""What models were seen to write in public reports, with what has to come out of it in any cut."""
+"""Model outputs from public reports, with the expected result for any chunking."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def cuts(text: str) -> list[list[str]]:
 
 
 def decoded(arguments: str) -> Any:
-    """Return the arguments; text that was cut off is told from an object by its key."""
+    """Return the arguments; truncated text is returned under a special key."""
     try:
         return json.loads(arguments)
     except ValueError:

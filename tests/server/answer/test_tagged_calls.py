@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags: random ones, written as models do, come through."""
+"""Random calls with arguments between tags, as written by models, are parsed correctly."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reading an answer costs as much as the answer is long, whatever a model writes.
+"""The cost of parsing an answer is linear in its length, whatever a model writes.
 
 What is held back is counted: text that is put together anew with every piece that comes is copied
 and searched again each time, so that work grows with the square of the answer's length.
@@ -57,7 +57,7 @@ BEGUN = {
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]add[ARGS]{", "[TOOL_CALLS][" + _JSON[0]],
     "pythonic": ["[", "[add(a=1)", "[add(a=1), ", "[add(", "[add(a='"],
 }  # fmt: skip
-"""What each format's calls begin with, and how far one may have come."""
+"""The beginning of a call in each format, at various stages."""
 SAME = {
     "command_r": "hermes",
     "deepseek_v31": "deepseek_v3",
@@ -76,12 +76,12 @@ SAME = {
     "step3": "qwen3_coder",
     "xlam": "llama3_json",
 }
-"""Formats that have the parser of another."""
+"""Formats that share the parser of another one."""
 FILLERS = (" ", "a", "{", '"')
 
 
 def texts(owner: object) -> Iterator[str]:
-    """Yield all texts that an object and those below it hold."""
+    """Yield all strings held by an object and its attributes, recursively."""
     names = getattr(type(owner), "__slots__", ()) or vars(owner)
     for value in [getattr(owner, name) for name in names]:
         if isinstance(value, str):
@@ -91,7 +91,7 @@ def texts(owner: object) -> Iterator[str]:
 
 
 def work(reader: AnswerReader, text: str) -> int:
-    """Return how many characters are put together anew while a text is read in small pieces."""
+    """Return the number of characters copied while a text is read in small pieces."""
     known: set[int] = set()
     total = 0
     for start in range(0, len(text), PIECE):
@@ -134,7 +134,7 @@ def test_a_header_that_does_not_end_is_content() -> None:
 
 @pytest.mark.parametrize("name", BEGUN)
 def test_a_whole_answer_costs_what_its_pieces_cost(name: str) -> None:
-    """Behind each tag parsers look again at the rest, so they get little at once."""
+    """Parsers rescan the rest after each tag, so they must receive small pieces."""
     given: list[int] = []
 
     class Recorder:

@@ -1,4 +1,4 @@
-"""Bodies are read at a price that does not grow with what is missing in them."""
+"""The cost of reading a body does not grow with the number of missing fields."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ LISTS = "[" + f"[{'12,' * 2_000}3]," * 20 + "[4]]"
 
 
 def shown_to(model: type[RequestBody], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return a list to which every text is added that is validated."""
+    """Return a list that receives every validated string."""
     seen: list[bytes] = []
     check = model.model_validate_json
 
@@ -95,7 +95,7 @@ def shown_to(model: type[RequestBody], monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 async def turns_of(reading: Coroutine[Any, Any, object]) -> int:
-    """Return how often others have their turn while something is done."""
+    """Return how often other tasks run on the event loop during an operation."""
     task = asyncio.create_task(reading)
     count = 0
     while not task.done():

@@ -1,4 +1,4 @@
-"""Chat with models that write messages in channels, and with those that know no tools."""
+"""Chat with models that write channel messages, and with models without tool support."""
 
 from typing import Any
 

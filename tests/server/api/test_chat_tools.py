@@ -71,7 +71,7 @@ def prompt_of(engines: Any) -> str:
 
 
 def added_up(events: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str | None]]:
-    """Add deltas up as clients do; return the message and the finish reasons."""
+    """Accumulate deltas like a client; return the message and the finish reasons."""
     message: dict[str, Any] = {}
     reasons = []
     for event in events:
@@ -100,7 +100,7 @@ def add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
 
 
 def answered(http: Any, streamed: bool, **fields: Any) -> dict[str, Any]:
-    """Return a message, whole or added up, with the functions that it calls."""
+    """Return a message, complete or accumulated from a stream, with its function calls."""
     if streamed:
         return added_up(http.stream("/v1/chat/completions", {"messages": [USER], **fields}))[0]
     message: dict[str, Any] = http.chat(**fields)["choices"][0]["message"]
@@ -317,7 +317,7 @@ def test_a_call_of_a_model_that_does_not_think_is_a_call(
 def test_an_answer_that_begins_with_a_call_is_no_thought(
     http: Any, engines: Any, think: bool, streams: bool
 ) -> None:
-    """Whether format or prompt put the answer inside the reasoning, which it does not go into."""
+    """The answer has no reasoning, although the format or the prompt opens it."""
     engines.script = engines.answer(f"\n{CALL}")
     fields = {"tools": [WEATHER, NOW], "chat_template_kwargs": {"think": think}}
     if streams:
@@ -476,7 +476,7 @@ def test_settings_that_contradict_each_other_are_refused(
 def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(
     http: Any, engines: Any
 ) -> None:
-    """Models write them, and clients send back what they wrote."""
+    """Models generate them, and clients send them back."""
     text = '{"city": "\\ud800", "whole": "\\ud83d\\ude00"}'
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": text}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -1,4 +1,4 @@
-"""The table of request fields holds against the running application."""
+"""The compatibility table of request fields matches the running application."""
 
 import logging
 import pkgutil
@@ -17,7 +17,7 @@ from server.schema.support import Row, Rows
 from tests.server.conftest import Http
 
 TABLE: dict[str, Rows] = {path: rows_of(body) for body, (path, *_) in documented().items()}
-"""What becomes of the fields of each endpoint."""
+"""Handling of each endpoint's fields."""
 
 
 def right_body(path: str) -> dict[str, Any]:
@@ -34,12 +34,12 @@ TASKS: dict[str, Task] = {
     "/score": "embed",
     "/rerank": "embed",
 }
-"""Of endpoints that a model serves that makes vectors."""
+"""Handling of fields on endpoints of pooling models."""
 
 
 @pytest.fixture
 def http(request: pytest.FixtureRequest) -> Any:
-    """An app over a model of the kind that the endpoint is for."""
+    """An app with a model of the endpoint's kind."""
     path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
     return at(request, path or "/v1/completions")
 
@@ -82,14 +82,14 @@ def test_what_asks_for_nothing_is_taken(http: Any, path: str) -> None:
 def test_what_is_ignored_changes_nothing(
     request: pytest.FixtureRequest, engines: Any, path: str
 ) -> None:
-    """Neither what engines are asked for nor the answer, whatever stands in these fields."""
+    """Ignored fields change neither the engine requests nor the answer."""
     http = at(request, path)
 
     def asked(body: dict[str, Any]) -> tuple[list[Any], str] | None:
         before = len(engines.streams)
         answer = http.post(path, body)
         if answer.status_code == 400:
-            return None  # such a value has a wrong type
+            return None  # a value of the wrong type
         assert answer.status_code == 200, answer.text
         sent = [
             (each.prompt_token_ids, each.sampling, each.pooling, each.cache_root, each.tenant)
@@ -112,7 +112,7 @@ _MADE_UP = re.compile(
     r'"(id|created|created_at|completed_at|request_id|metadata|service_tier|max_tool_calls'
     r'|safety_identifier|prompt_cache_key|prompt_cache_retention)":("[^"]*"|[^,{}]+|\{[^}]*\})'
 )
-"""What differs between the same two requests, and fields that answers repeat."""
+"""Fields that differ between identical requests, and fields echoed in answers."""
 
 
 def test_a_refused_field_is_found_however_its_name_is_spelled(http: Any) -> None:
@@ -136,7 +136,7 @@ WRITING = [
 @pytest.mark.parametrize("path", WRITING)
 def test_what_another_endpoint_honours_is_not_ignored(path: str) -> None:
     honoured = {name for each in WRITING for state in HONOURED for name, _ in rows(each, state)}
-    listed = {*TABLE[path], "user", "stream_options"}  # which change no answer here
+    listed = {*TABLE[path], "user", "stream_options"}  # these do not change answers here
     assert honoured <= listed
     assert {name for name, row in TABLE[path].items() if row.foreign}
 
@@ -170,7 +170,7 @@ PUBLISHED = [
     ("/v1/messages", "anthropic.types.beta:MessageCreateParams"),
     ("/v1/messages/count_tokens", "anthropic.types.beta:MessageCountTokensParams"),
 ]
-"""Parameters of the published clients; their libraries are loaded where the test is run."""
+"""Parameters of the published clients, read from their installed libraries."""
 _HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Parameters of Anthropic's client that it sends as headers."""
 

@@ -1,4 +1,4 @@
-"""Endpoints of models that make vectors: what they return, and what they refuse by name."""
+"""Endpoints of pooling models: results, and errors that name the parameter."""
 
 import asyncio
 import base64
@@ -25,7 +25,7 @@ Pooling = Callable[..., Http]
 
 @pytest.fixture
 def text(backend: Any) -> Callable[[str], list[int]]:
-    """Return what makes token ids of a text, the special ones included."""
+    """Return a function that encodes a text to token ids, including special tokens."""
     tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
     return lambda text: tokenizer.encode(text, add_special_tokens=True)
 
@@ -62,7 +62,7 @@ def test_every_form_of_input_gets_its_embeddings(
 
 
 def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
-    """It is as large as 4,194,304 numbers in text, and more than one client may read slowly."""
+    """An answer has up to 4,194,304 numbers as text, and several clients may read slowly."""
     http, sent = pooling_http(size=4096), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

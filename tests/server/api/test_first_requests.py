@@ -1,4 +1,4 @@
-"""A front end that has just started answers no request before it knows which engines there are."""
+"""A newly started front end answers no request before it knows the engines."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever is sent is answered as the OpenAPI document says, and never with a 500."""
+"""Every response to arbitrary bodies conforms to the OpenAPI document and is never a 500."""
 
 import asyncio
 import json
@@ -43,18 +43,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "scores": {"task": "classify", "size": 1},
     "classifies": {"task": "classify", "size": 3},
 }
-"""Of models that make vectors."""
+"""Paths of pooling models."""
 SERVES = {"/classify": "classifies", "/v1/score": "scores", "/v1/rerank": "scores"}
-"""Which of them a path is asked at, if not the one that embeds."""
+"""The app for a path, if it is not the embedding one."""
 MOST = 1 << 13
-"""Characters of the bodies that are sent here; benchmarks/hostile sends the megabytes."""
+"""Maximum characters of bodies here; benchmarks/hostile sends megabytes."""
 
 Send = Callable[[str, Iterable[str | bytes]], list[httpx.Response]]
 
 
 @pytest.fixture
 def config(config: FrontEndConfig) -> FrontEndConfig:
-    """The configuration of an app that has the endpoints of administrators."""
+    """The configuration of an app with admin endpoints."""
     reasons = AnswerConfig(reasoning_parser="qwen3")
     return replace(config, guards=GuardConfig(admin_key=ADMIN_KEY), answer=reasons)
 
@@ -79,7 +79,7 @@ def apps(
 
 @pytest.fixture
 def kept(apps: dict[str, FastAPI], engines: FakeGenerationClient) -> dict[str, str]:
-    """Names of a response and a conversation that the app has kept."""
+    """Ids of a response and a conversation stored by the app."""
     http = Http(apps["generates"])
     engines.script = engines.answer(ANSWER)
 
@@ -92,7 +92,7 @@ def kept(apps: dict[str, FastAPI], engines: FakeGenerationClient) -> dict[str, s
 
 @pytest.fixture
 def send(apps: dict[str, FastAPI], engines: FakeGenerationClient) -> Iterator[Any]:
-    """Return what sends bodies to a path of an app, one after the other, and checks the answers."""
+    """Return a function that sends bodies to a path one by one and checks the responses."""
 
     def to(kind: str) -> Send:
         def all_of(path: str, sent: Iterable[str | bytes]) -> list[httpx.Response]:
@@ -126,7 +126,7 @@ async def post(client: httpx.AsyncClient, path: str, body: str | bytes) -> httpx
 
 
 def conforms(answer: httpx.Response, path: str, method: str, document: dict[str, Any]) -> None:
-    """Check an answer against what the document says of the operation."""
+    """Check a response against the operation's entry in the document."""
     of = document["paths"][path][method]["responses"]
     assert str(answer.status_code) in of, (method, path, answer.status_code, answer.text)
     documented = of[str(answer.status_code)]
@@ -141,7 +141,7 @@ def conforms(answer: httpx.Response, path: str, method: str, document: dict[str,
 
 
 _document: dict[str, Any] = {}
-"""What the app says of itself that has everything: it takes longer to make than most tests."""
+"""The OpenAPI document of the full app, cached because creating it is slow."""
 
 
 def schema_of(app: FastAPI, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,7 +159,7 @@ def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]
 
 
 def unbounded(schema: dict[str, Any], document: dict[str, Any], where: str) -> Iterator[str]:
-    """Yield each text, list and number of a body that has no bound."""
+    """Yield each string, list and number of a body schema without a bound."""
     schema = resolved(schema, document)
     for variant in schema.get("anyOf", ()):
         yield from unbounded(variant, document, where)
@@ -220,7 +220,7 @@ def test_a_body_that_is_not_whole_or_no_json_is_refused(send: Any, path: str) ->
 def test_paths_and_names_of_adapters_at_their_bounds(
     send: Any, engines: FakeGenerationClient
 ) -> None:
-    """Only what was taken comes to the coordinator, and as it was sent."""
+    """The coordinator receives only accepted values, unchanged."""
     names = ["x", "\n", "é" * 60, "../x", '"', "%00", "a b", "\u202e", "tiny"]
     paths = ["/", "..", "a/../../b", "x" * MAX_PATH_SIZE, "\n", "\u0000", "a\u0000", "~", "$HOME"]
     sent = [json.dumps({"lora_name": name, "lora_path": path}) for name in names for path in paths]
@@ -255,7 +255,7 @@ SIMPLE = {
 
 
 def fitting(schema: dict[str, Any], document: dict[str, Any], levels: int) -> Any:
-    """Return what makes values that fit a schema, or do not from some level on."""
+    """Return a strategy for values that match a schema, or violate it from some depth on."""
     schema = resolved(schema, document)
     if variants := schema.get("anyOf") or schema.get("oneOf"):
         return st.one_of(*(fitting(each, document, levels) for each in variants))

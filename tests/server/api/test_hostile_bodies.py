@@ -1,4 +1,4 @@
-"""The attacks on fields know all operations, and every field of each."""
+"""The attacks on fields cover every field of every operation."""
 
 import urllib.request
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def test_the_parts_of_the_attacks_are_all_of_them() -> None:
 
 @pytest.mark.slow  # it opens a socket
 def test_right_bodies_are_accepted(app: FastAPI, served: Any) -> None:
-    """What is wrong with one field is found out about where all others are right."""
+    """An invalid field is tested with all other fields valid."""
     with served(app) as url:
 
         def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What hosts of models call: /invocations and /ping."""
+"""Endpoints of hosting platforms: /invocations and /ping."""
 
 from typing import Any
 

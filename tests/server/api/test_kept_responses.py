@@ -1,4 +1,4 @@
-"""Responses that are kept: what goes on with them, shows them, forgets them or gives them up."""
+"""Stored responses: continuing, retrieving, deleting and cancelling them."""
 
 import asyncio
 import gc
@@ -77,7 +77,7 @@ def client(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenA
 
 @pytest.fixture
 def other(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI]:
-    """A client of another front end of the same node."""
+    """A client of a different front end on the same node."""
     with (
         served(new_app()) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made,
@@ -506,7 +506,7 @@ def test_a_step_of_the_clock_loses_nothing(
         openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as later,
     ):
         assert later.responses.retrieve(queued.id).status == "in_progress"
-        later.conversations.create()  # makes room, by age too
+        later.conversations.create()  # evicts entries, also by age
         assert later.responses.retrieve(made.id) == made
     client.responses.cancel(queued.id)
 
@@ -528,7 +528,7 @@ def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
 def test_what_many_unfinished_responses_hold_is_too_much_to_go_on_with(
     client: openai.OpenAI,
 ) -> None:
-    """Each is kept before it is known whether all of them are too many turns."""
+    """Each is stored before the total number of turns is checked."""
     turns, previous = [{"role": "user", "content": ""}] * 1000, None
     for _ in range(3):
         made = ask(client, turns, background=True, previous_response_id=previous)
@@ -586,7 +586,7 @@ def test_followers_of_background_responses_are_counted_where_they_are_let_in(
         answers = await asyncio.gather(*(follow(record.id) for _ in range(200)))
         refused = [each for each in answers if each == 429]
         assert len(refused) == 200 - MAX_JOBS_OF_ONE, answers
-        del answers  # clients that were lost before anything was sent to them
+        del answers  # clients disconnected before any response was sent
         gc.collect()
         while store.followers.exceeded(owner, MAX_JOBS_OF_ONE):
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""KV blocks that an outside router has handed from one server to another."""
+"""KV blocks transferred between servers by an external router."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ FIRST = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
 }  # fmt: skip
-"""What vLLM's routers ask the prefill server."""
+"""The request of vLLM's routers to the prefill server."""
 SECOND = {
     "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "beef",
     "remote_block_ids": [0, 1], "remote_host": "10.0.0.7", "remote_port": 4000,

@@ -24,7 +24,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture
 def engines(engines: FakeGenerationClient) -> FakeGenerationClient:
-    """The fake engines, which have an adapter called sql."""
+    """Fake engines with an adapter named sql."""
     entry = AdapterEntry(1, "sql", "/adapters/sql", "ab12", "serving")
     engines.adapters.take(AdaptersView(AdapterSheet(1, [entry])))
     return engines
@@ -36,7 +36,7 @@ def admin(http_of: Any, config: FrontEndConfig) -> Any:
 
 
 def leased(engines: FakeGenerationClient) -> list[str]:
-    """Return the versions that requests in flight hold."""
+    """Return the adapter versions held by requests in flight."""
     in_use = engines.adapters.notice(0.0)
     assert isinstance(in_use, AdaptersInUse)
     return in_use.versions

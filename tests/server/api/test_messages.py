@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, spoken by its own client and by hand."""
+"""Anthropic's Messages API, used by its client and with raw requests."""
 
 import json
 from collections.abc import Iterator

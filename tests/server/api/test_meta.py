@@ -76,7 +76,7 @@ def test_the_document_is_made_in_a_thread_when_it_is_first_read(app: FastAPI) ->
     first, *others = asyncio.run(read_by_many()) + asyncio.run(read_by_many())
     assert b'"/v1/completions"' in first
     assert set(others) == {first}
-    [thread] = made_in  # and written once
+    [thread] = made_in  # and rendered only once
     assert thread is not threading.main_thread()
 
 

@@ -7,7 +7,7 @@ import yaml
 from scripts.write_compatibility_doc import TARGET
 
 OPERATORS = ("/docs", "/openapi.json", "/metrics", "/status", "/admin/", "/server_info", "/load")
-"""Beginnings of paths that the chart's Ingress and route do not open."""
+"""Prefixes of paths that the chart's Ingress and route do not expose."""
 
 
 def test_the_chart_publishes_every_path_that_clients_call_and_no_other(app: Any) -> None:

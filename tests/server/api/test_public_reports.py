@@ -1,4 +1,4 @@
-"""Requests of public bug reports that servers of this kind refused or answered wrongly."""
+"""Requests from public bug reports that similar servers rejected or answered incorrectly."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def after_call(arguments: Any) -> list[Any]:
 
 
 def said(role: str, text: str) -> dict[str, Any]:
-    """Return a message as Codex sends it."""
+    """Return a message in the form that Codex sends."""
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
@@ -245,7 +245,7 @@ def test_arguments_that_a_template_cannot_show_are_empty(http: Any, engines: Any
 
 
 def test_the_strict_template_refuses_what_is_not_merged() -> None:
-    """What these tests show would be refused by the template itself."""
+    """The template itself rejects the message order that the other tests send."""
     turns = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, SAY_HI]
     template = ChatTemplate(STRICT, {})
     assert "a\n\nb" in template.render(Rendering(messages=turns, add_generation_prompt=True))

@@ -1,4 +1,4 @@
-"""Fields that change what is generated or shown are honoured, as the references have them."""
+"""Fields that change the output or its form work as in the reference implementations."""
 
 import asyncio
 import string

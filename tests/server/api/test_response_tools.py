@@ -1,4 +1,4 @@
-"""Tools of /v1/responses that are no plain functions: namespaces, shells, searches, grammars."""
+"""Tools of /v1/responses other than functions: namespaces, shells, searches, grammars."""
 
 import json
 from typing import Any

@@ -81,7 +81,7 @@ def stream(http: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what differs from answer to answer."""
+    """Remove fields that differ between answers."""
     output = [
         {key: value for key, value in item.items() if key not in ("id", "call_id")}
         for item in response["output"]

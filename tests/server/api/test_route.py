@@ -1,4 +1,4 @@
-"""Path operations are what FastAPI knows of them: found by its router, seen by middleware."""
+"""Path operations work with FastAPI: its router finds them and middleware sees them."""
 
 from typing import Annotated, Any
 

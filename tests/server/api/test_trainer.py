@@ -1,4 +1,4 @@
-"""A trainer's requests against engines that do as the test says."""
+"""A trainer's requests against scripted engines."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -17,7 +17,7 @@ UPDATE = UpdateInfo(names=["w"], dtype_names=["float32"], shapes=[[2]], packed=F
 
 
 class Engines:
-    """Engines 1, 3 and 4, which have met a trainer and remember what they were told."""
+    """Engines 1, 3 and 4, which are connected to a trainer and record their calls."""
 
     def __init__(self, **failing: int) -> None:
         """Have one engine fail in the utility that is named."""

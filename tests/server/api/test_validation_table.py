@@ -1,6 +1,6 @@
-"""What each field of each endpoint takes and refuses: types, ranges and combinations, as a table.
+"""Accepted and rejected values of each field and endpoint: types, ranges and combinations.
 
-A value that is refused is a 400 that names the field, whatever else the request asks for.
+A rejected value results in a 400 that names the field, regardless of other fields.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 NUMBERS: list[Any] = ["1", True, [], {}]
-"""What is no number."""
+"""Values that are not numbers."""
 TEXTS: list[Any] = [1, True, [], {}]
-"""What is no text."""
+"""Values that are not strings."""
 SWITCHES: list[Any] = ["true", 1, [], {}]
-"""What is neither true nor false."""
+"""Values that are not booleans."""
 
 Values = tuple[str, str, list[Any], list[Any]]
-"""Endpoints, a field, values that are taken and values that are not.
+"""Endpoints, a field, accepted values and rejected values.
 
-The first endpoint is asked with all of them, the others with some.
+The first endpoint is tested with all values, the others with some.
 """
 
 FIELDS: list[Values] = [
@@ -198,7 +198,7 @@ FIELDS: list[Values] = [
 ]  # fmt: skip
 
 Combination = tuple[str, dict[str, Any], str | None]
-"""An endpoint, fields, and the one that is blamed; None: they go together."""
+"""An endpoint, fields, and the field named in the error; None: the combination is valid."""
 
 COMBINATIONS: list[Combination] = [
     ("completions", {"max_tokens": 0, "echo": True}, None),
@@ -388,7 +388,7 @@ def test_a_field_is_taken_or_blamed(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    named = error.get("param", error["message"])  # Anthropic's clients know no params
+    named = error.get("param", error["message"])  # Anthropic's errors have no param
     assert named is not None, error
     assert named.startswith(blamed), error
     if endpoint == "responses":

@@ -1,4 +1,4 @@
-"""What a scrape shows of engines that a cluster has no room for."""
+"""Metrics of engines that the cluster has no capacity for."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from server.control import SupervisorSilent
 
 
 class MadeUpControl:
-    """A supervisor that says this, nothing, or answers too late."""
+    """A supervisor that sends this answer, none, or one too late."""
 
     def __init__(self, status: ControlStatus | None, *, may_wait: bool = True) -> None:
         self.engines_may_wait = may_wait

@@ -1,4 +1,4 @@
-"""POST /admin/weights against engines that do as the test says."""
+"""POST /admin/weights against scripted engines."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ OLD, NEW = WeightsSource("old", None, "1"), WeightsSource("new", "main", "2")
 
 
 class Engines:
-    """Three engines that remember what they were told."""
+    """Three engines that record their calls."""
 
     def __init__(self, failing: int | None = None, dying: int | None = None) -> None:
         self.weights = dict.fromkeys(range(3), OLD)

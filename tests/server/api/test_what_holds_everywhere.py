@@ -1,4 +1,4 @@
-"""What an operator decides holds at each endpoint that sends something to engines."""
+"""Operator settings apply to every endpoint that sends requests to engines."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -29,11 +29,11 @@ _KINDS = {
     "classify": {"/classify"},
     "score": {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"},
 }
-"""Paths of models that make vectors, by what for; those that generate answer at all others."""
+"""Paths of pooling models by task; generative models serve all other paths."""
 
 
 class Everywhere:
-    """Apps of one configuration: one that generates, and one for each kind of vectors."""
+    """Apps with the same configuration: a generative one, and one per pooling task."""
 
     def __init__(self, make: dict[str, Callable[[], Http]], engines: FakeGenerationClient) -> None:
         self._make, self._engines, self._text = make, engines, engines.script
@@ -41,7 +41,7 @@ class Everywhere:
         self._kept: dict[str, str] = {}
 
     def keep(self) -> None:
-        """Have a response and a conversation kept, as ann."""
+        """Store a response and a conversation as user ann."""
 
         def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = self._of(path)[0].post(path, body, headers=ANN).json()
@@ -79,7 +79,7 @@ class Everywhere:
                 yield f"{path} {json.dumps(body)}", send
 
     def _of(self, path: str) -> tuple[Http, Script]:
-        """Return the app that answers at a path, and what its engines make of its requests."""
+        """Return the app that serves a path, and the script of its engines."""
         kind = next((kind for kind, names in _KINDS.items() if path in names), "")
         if kind not in self._apps:
             self._engines.script = self._text
@@ -92,7 +92,7 @@ class Everywhere:
 def everywhere(
     config: FrontEndConfig, engines: Any, tokenizer: Any, pooling_http: Any, tmp_path: Path
 ) -> Iterator[Callable[..., Everywhere]]:
-    """Return what makes apps with two keys, and with other settings of tenants."""
+    """Return a function that creates apps with two keys and the given tenant settings."""
     store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
     text = engines.script
 
@@ -121,7 +121,7 @@ def everywhere(
 
 
 def told(answer: httpx.Response, path: str) -> str:
-    """Return which field an error names; clients of /v1/messages are told in words."""
+    """Return the field that an error names; /v1/messages has it only in the text."""
     error = answer.json()["error"]
     return str(error["message"]) if path.startswith("/v1/messages") else str(error["param"])
 
@@ -186,7 +186,7 @@ def test_requests_with_different_salts_share_no_cached_prompts(
 
 
 def test_isolated_tenants_share_no_cached_prompts(everywhere: Any, engines: Any) -> None:
-    """Of requests that name what is kept, only the owner's are answered."""
+    """Only the owner's requests for stored objects are answered."""
     for name, ask in everywhere(prefix_cache_isolation="tenant").asks():
         roots = []
         for headers in (ANN, BOB):

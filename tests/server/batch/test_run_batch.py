@@ -95,7 +95,7 @@ def test_answers_are_in_the_order_of_their_requests(
     answer, held = engines.script, []
 
     def last_first(stream: Any) -> Any:
-        """Answer nobody before all have asked, and then the last first."""
+        """Answer only after all requests have arrived, in reverse order."""
         held.append(stream)
         if len(held) == 19:
             for each in reversed(held[:-1]):

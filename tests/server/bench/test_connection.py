@@ -1,4 +1,4 @@
-"""The client against servers that behave badly, played by scripts over real sockets."""
+"""The client against misbehaving servers, scripted over real sockets."""
 
 import asyncio
 import json

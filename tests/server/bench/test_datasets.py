@@ -17,7 +17,7 @@ from server.bench.datasets import (
 
 
 class WordTokens:
-    """A tokenizer whose tokens are words: every id is the number of a word."""
+    """A tokenizer with one token per word."""
 
     model = "words"
 

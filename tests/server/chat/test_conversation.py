@@ -1,4 +1,4 @@
-"""A conversation: what is sent, what is kept, and what of a server's answer is shown."""
+"""A conversation: requests sent, history stored, and answers displayed."""
 
 import json
 from collections.abc import Callable, Iterator

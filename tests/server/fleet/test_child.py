@@ -1,4 +1,4 @@
-"""What ends with a child."""
+"""Processes that are killed along with a child."""
 
 import asyncio
 import socket
@@ -24,7 +24,7 @@ def test_a_killed_child_leaves_no_process_that_it_has_started() -> None:
 
 
 async def kill_a_child() -> None:
-    """Kill a child that has a child, as engines of vLLM have workers."""
+    """Kill a child that has its own child, as vLLM engines have workers."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", STARTS_ANOTHER, stdout=subprocess.PIPE, start_new_session=True
     )

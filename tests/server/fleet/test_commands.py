@@ -1,4 +1,4 @@
-"""What `swell status` shows of engines, from what the server's two endpoints say."""
+"""Engines in the output of `swell status`, from the server's two endpoints."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from a template, with real ones, whatever happens to it."""
+"""Real processes forked from a template, whatever happens to the template."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ run("forked_one", lambda _: importlib.import_module("loaded"))
 
 
 class Place:
-    """Where the programs of a test are, and what its processes say."""
+    """The programs of a test and the output of its processes."""
 
     def __init__(self, directory: Path, loaded: str) -> None:
         for name, text in (
@@ -88,7 +88,7 @@ class Place:
         return await template.start(program)
 
     async def details(self, count: int) -> list[list[str]]:
-        """Wait until so many processes serve; return what each says of itself."""
+        """Wait until this many processes serve; return the report of each."""
         await until_async(lambda: len(self.statuses) >= count, "they serve")
         assert all(isinstance(each, ChildReady) for each in self.statuses)
         return [each.detail.split() for each in self.statuses if isinstance(each, ChildReady)]
@@ -114,7 +114,7 @@ async def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> 
     details = await place.details(2)
     await template.close()
     assert [each[:2] for each in details] == [["True", "True"]] * 2
-    assert details[0][2] != details[1][2]  # what is drawn at random
+    assert details[0][2] != details[1][2]  # random numbers
     assert {psutil.Process(each.pid).ppid() for each in children} == {os.getpid()}
     await until_async(lambda: len(place.lines) == 2, "both have said something")
     assert sorted(place.lines) == ["it says 1", "it says 2"]
@@ -140,7 +140,7 @@ async def test_forks_begin_outside_the_process_group_of_their_template(tmp_path:
 
     template = await place.template()
     child = await place.start(template)
-    assert os.getpgid(child.pid) != template.pid  # which is killed as a group
+    assert os.getpgid(child.pid) != template.pid  # the template is killed as a process group
     await place.details(1)
     await template.close()
     await end(child)
@@ -217,7 +217,7 @@ async def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> No
     def open_here() -> int:
         return psutil.Process().num_fds()
 
-    # What other tests of this process have left behind may be collected at any time.
+    # Garbage of earlier tests in this process can be collected at any time.
     gc.collect()
 
     before = open_here()

@@ -1,4 +1,4 @@
-"""File systems that are full: what processes share is in memory."""
+"""Full file systems: data shared between processes is in memory."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ print("alive")
 
 
 def test_a_full_file_system_kills_no_process_that_maps_shared_files(tmp_path: Path) -> None:
-    """On a disk, a page that has no room yet is a SIGBUS when it is first written to."""
+    """On a full disk, the first write to an unallocated page raises SIGBUS."""
     config = ServeConfig(supervisor=SupervisorConfig(api_server_count=1))
     with small_disk(tmp_path / "disk") as disk, NodeDirectory(str(disk / "node")) as node:
         fill(disk)

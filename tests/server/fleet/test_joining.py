@@ -1,4 +1,4 @@
-"""What settings make of a node, and how many engines it can run."""
+"""The role of a node by its settings, and the number of engines it can run."""
 
 from pathlib import Path
 from typing import Any

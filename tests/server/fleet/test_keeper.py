@@ -1,4 +1,4 @@
-"""Places that are kept filled, with real processes, whatever goes wrong around them."""
+"""Process slots that are kept filled with real processes, whatever fails around them."""
 
 import asyncio
 import io
@@ -64,14 +64,14 @@ for turn in itertools.count():
 
 
 def pid_of(role: Role) -> int:
-    """Return the id of the process that fills a place."""
+    """Return the process id in a slot."""
     assert isinstance(role.holder, Child)
     return role.holder.pid
 
 
 @pytest.fixture
 def role(tmp_path: Path) -> Role:
-    """A place whose holder is ready at once and then sleeps."""
+    """A slot whose process is ready at once and then sleeps."""
     (tmp_path / "sleeper.py").write_text(CHILD)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     return Role(

@@ -1,4 +1,4 @@
-"""Which CPUs the supervisor's processes are told to use."""
+"""The CPUs assigned to the supervisor's processes."""
 
 import asyncio
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_a_process_that_is_told_cpus_runs_on_them_alone(tmp_path: Path) -> None:
 
 
 async def run_a_coordinator_on(cpu: int, directory: Path) -> None:
-    """Start a coordinator as a supervisor does, and see where it serves."""
+    """Start a coordinator like a supervisor and check its address."""
     cluster = ClusterConfig(coordinator=f"ipc://{directory}/coordinator")
     launch = CoordinatorLaunch(CoordinatorConfig(cluster=cluster), cpus=(cpu,))
     said: asyncio.Queue[ChildStatus] = asyncio.Queue()

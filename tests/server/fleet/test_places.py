@@ -1,4 +1,4 @@
-"""What the supervisor tells the processes that it starts."""
+"""The settings that the supervisor passes to its processes."""
 
 import msgspec
 

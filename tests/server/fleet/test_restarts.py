@@ -1,4 +1,4 @@
-"""When a place is filled again: deaths, and processes that could not even be made."""
+"""When a process slot is refilled: after deaths, and after failed starts."""
 
 from server.fleet.keeper import (
     FIRST_BACKOFF,

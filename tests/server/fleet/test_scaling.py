@@ -1,4 +1,4 @@
-"""Where API servers are kept as engines come to nodes and leave them, without processes."""
+"""Placement of API servers as engines join and leave nodes, without processes."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ class MadeUpHolder:
 
 
 class MadeUpKeeper:
-    """Notes what is filled and retired."""
+    """Records filled and retired slots."""
 
     def __init__(self) -> None:
         self.filled: list[str] = []
@@ -30,7 +30,7 @@ class MadeUpKeeper:
         self._tasks.append(role.keeping)
 
     async def close(self) -> None:
-        """End all that is kept; how a task failed has to be asked for."""
+        """Cancel all tasks and retrieve their exceptions, which asyncio would log otherwise."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -47,7 +47,7 @@ class MadeUpKeeper:
 
 
 class Scene:
-    """Engines on nodes, and the places that are kept for them."""
+    """Engines on nodes, and the slots kept for them."""
 
     def __init__(self) -> None:
         self.keeper = MadeUpKeeper()
@@ -60,7 +60,7 @@ class Scene:
         )
 
     def put(self, *nodes: str) -> None:
-        """Have an engine on each of these nodes, and no other."""
+        """Run one engine on each of these nodes, and no others."""
         self.engines.clear()
         for rank, node in enumerate(nodes):
             role = place(f"engine {rank}")
@@ -134,7 +134,7 @@ async def test_one_that_cannot_start_is_tried_again_later(scene: Scene) -> None:
 
 
 class Replacing:
-    """A keeper that notes how many engines are away at once."""
+    """A keeper that records how many engines are down at once."""
 
     def __init__(self, engines: dict[int, Role], fails: str = "") -> None:
         self.engines = engines

@@ -1,4 +1,4 @@
-"""The usage report: what it says, and what it keeps to itself."""
+"""The usage report: its contents, and what it must not contain."""
 
 import json
 from pathlib import Path

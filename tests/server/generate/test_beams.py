@@ -18,7 +18,7 @@ VOCABULARY = 11
 
 
 def logits_after(token_ids: Sequence[int], seed: int) -> torch.Tensor:
-    """Return logits that depend on all tokens so far."""
+    """Return logits that depend on all previous tokens."""
     state = seed
     for token_id in token_ids:
         state = (state * 6364136223846793005 + token_id + 1442695040888963407) % 2**63

@@ -30,11 +30,11 @@ MODEL = ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", max_model_len=128
 PROMPTS = ("ROMEO:\nI am", "KING RICHARD III:\nNow is the winter")
 MAX_TOKENS = 12
 RULES = [(1.0, False), (0.0, True), (-1.0, "never"), (2.0, "never"), (2.0, True)]
-"""Length penalties, each with what ends a search early."""
+"""Length penalties, each with a value of early stopping."""
 
 
 class OneEngine(FakeGenerationClient):
-    """Sequences go to a real engine, which steps between the events of the loop."""
+    """Runs sequences on a real engine that steps between event loop iterations."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         super().__init__(tokenizer)
@@ -90,7 +90,7 @@ def reference() -> Any:
 def of_transformers(
     model: Any, prompt: list[int], ends: list[int], width: int, rule: tuple[float, Any]
 ) -> list[list[int]]:
-    """Return the tokens of all beams, the best first, each with its end token if it has one."""
+    """Return the tokens of all beams, best first, including end tokens."""
     ids = torch.tensor([prompt])
     found = model.generate(
         ids,

@@ -1,4 +1,4 @@
-"""Requests that ask for little each and for very much together, and prompts far too long."""
+"""Requests that are small alone but excessive together, and overlong prompts."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE
 
 
 class Counting(ServedTokenizer):
-    """Notes how much text it is given, and whether the event loop had to wait for it."""
+    """Records the amount of text it receives, and whether it blocked the event loop."""
 
     def __init__(self, backend: Tokenizer) -> None:
         super().__init__(backend)
@@ -216,7 +216,7 @@ def test_a_large_answer_says_what_a_small_one_does(http: Any, engines: Any) -> N
 async def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
     app: FastAPI, engines: Any
 ) -> None:
-    """However many sequences it has, what is kept for it is bounded for all of them together."""
+    """The memory of a request is bounded over all its sequences together."""
     given = [0]
     producers: list[asyncio.Task[None]] = []
 

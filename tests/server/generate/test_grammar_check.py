@@ -1,4 +1,4 @@
-"""Grammars of tenants are checked in turns, beside the event loop."""
+"""Grammars are checked off the event loop, fairly among tenants."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ COSTLY: dict[str, dict[str, Any]] = {
     "properties": {f"p{number}": {} for number in range(9000)},
     "patternProperties": {f"^(a+)+{number}$": {} for number in range(60)},
 }
-"""Takes ten seconds and more."""
+"""Takes more than ten seconds to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def have_checked(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], object]) -> None:
-    """Have a function take the patterns of expressions, in place of a process."""
+    """Check patterns with a function instead of a process."""
 
     class Helper:
         def __init__(self, *_: object) -> None:
@@ -96,7 +96,7 @@ async def test_no_more_grammars_wait_than_there_is_room_for(
 async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_check, "_MAX_WAIT", 2 * PATIENCE)  # the processors may be others'
+    monkeypatch.setattr(grammar_check, "_MAX_WAIT", 2 * PATIENCE)  # the machine may be busy
     checks = GrammarCheck()
     names = "\n".join(f"T{n}: /[a-z]+{n}x/" for n in range(400))
     large = LarkGrammar("start: " + "|".join(f"T{n}" for n in range(400)) + "\n" + names)

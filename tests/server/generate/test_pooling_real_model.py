@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 through front end and engine gives what sentence-transformers makes of texts."""
+"""all-MiniLM-L6-v2 through front end and engine matches sentence-transformers."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ LONGEST = 256
 
 
 def texts_of_many_lengths(count: int) -> list[str]:
-    """Return texts of 1 to 300 words, few of them long, from the project's own pages."""
+    """Return texts of 1 to 300 words, few of them long, from the project's documentation."""
     words = " ".join(page.read_text() for page in sorted(DOCS.glob("*.md"))).split()
     draw = random.Random(1)
     texts = []
@@ -36,7 +36,7 @@ def texts_of_many_lengths(count: int) -> list[str]:
 
 @torch.inference_mode()
 def reference(texts: list[str]) -> npt.NDArray[np.float32]:
-    """Return what sentence-transformers makes: the mean of all states, normalized."""
+    """Return the normalized mean of all states, as sentence-transformers computes it."""
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     model = transformers.AutoModel.from_pretrained(MODEL_DIR).eval()
@@ -62,7 +62,7 @@ def expected() -> Embedded:
 
 @pytest.fixture(scope="module")
 def found(expected: Embedded) -> npt.NDArray[np.float32]:
-    """The same by the front end's inputs and an engine."""
+    """The embeddings by the front end's inputs and an engine."""
     model = Path(MODEL_DIR)
     config = ModelConfig(model=str(model))
     spec = read_pooling(model, config)

@@ -1,4 +1,4 @@
-"""Fields that say which tokens may be drawn, and defaults of the model."""
+"""Sampling fields, and the defaults of the model."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Structural tags: which texts the grammars that they become allow."""
+"""Structural tags: the texts that their grammars allow."""
 
 import random
 import re
@@ -53,7 +53,7 @@ def either(*elements: Any) -> dict[str, Any]:
 
 
 def allows(lark: str, text: str) -> bool:
-    """Whether the whole text is one that the grammar allows."""
+    """Return whether the grammar allows the entire text."""
     spec = LarkGrammar(lark)
     assert check_grammar(spec, SPECIAL) is None
     matcher = new_matcher(byte_tokenizer(SPECIAL), grammar_text(spec))
@@ -155,7 +155,7 @@ def test_what_cannot_be_enforced_is_refused(value: Any, told: str) -> None:
 # -- what is drawn under them ----------------------------------------------------------------------
 
 Written = tuple[dict[str, Any], str]
-"""A format, and an expression of its texts."""
+"""A format, and a regular expression of its texts."""
 
 PERSON = {
     "type": "object",
@@ -238,7 +238,7 @@ def test_calls_in_any_text_come_to_no_dead_end(table: GrammarTable) -> None:
 
 
 def test_a_tag_that_is_too_long_is_refused_before_it_is_read() -> None:
-    """Each of its beginnings is compared with all triggers."""
+    """Each of its prefixes is compared with all triggers."""
     names = [f"<{number}=" for number in range(20_000)]
     tags = [{"begin": name, "content": ANY, "end": "x"} for name in names]
     value = {"type": "triggered_tags", "triggers": names, "tags": tags}

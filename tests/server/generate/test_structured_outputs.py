@@ -1,4 +1,4 @@
-"""What requests say about the form of their output becomes a grammar, or a 400."""
+"""Output format fields of requests become a grammar or a 400."""
 
 import json
 from typing import Any
@@ -96,7 +96,7 @@ def test_a_long_grammar_for_many_sequences_is_refused(http: Any, engines: Any) -
 
 
 def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, engines: Any) -> None:
-    """Like a regex that `allowed_token_ids` contradict: only the engine can know."""
+    """For example, a regex that contradicts `allowed_token_ids`, which only the engine detects."""
     engines.script = lambda stream: [
         RequestOutput(
             0, [], "error", error="allowed_token_ids: nothing left", refused=True,
@@ -115,7 +115,7 @@ def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, eng
 def test_an_answer_that_comes_to_a_dead_end_does_not_stop_cleanly(
     http: Any, engines: Any, path: str
 ) -> None:
-    """What has been written fits nothing: who reads it as an answer would be misled."""
+    """The partial output does not match the format, so it must not look like an answer."""
     reason = "nothing that fits the grammar can follow the output"
     begun = engines.answer('{"a')
     engines.script = lambda stream: [

@@ -6,5 +6,5 @@ from tests.server.conftest import RunLoop
 
 @pytest.fixture
 def run_loop() -> RunLoop:
-    """The event loop of front ends."""
+    """Use the front ends' event loop."""
     return uvloop.run

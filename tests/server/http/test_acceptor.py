@@ -1,4 +1,4 @@
-"""Connections are shared among the front ends of a node."""
+"""Connections are distributed among the front ends of a node."""
 
 import asyncio
 import functools
@@ -39,15 +39,15 @@ def test_a_front_end_alone_has_no_neighbours(tables: list[AdmissionTable]) -> No
 def test_a_share_is_large_beside_a_smaller_one(tables: list[AdmissionTable]) -> None:
     ours, theirs = ConnectionShare(tables[0]), ConnectionShare(tables[1])
     ours.changed(100)
-    assert not ours.is_large  # nobody else wants connections
+    assert not ours.is_large  # no other front end accepts connections
     theirs.changed(0)
     assert ours.is_large
     assert not theirs.is_large
     ours.changed(1)
-    assert not ours.is_large  # one more is no harm
+    assert not ours.is_large  # one more is tolerated
     theirs.changed(80)
     ours.changed(90)
-    assert not ours.is_large  # nor is an eighth
+    assert not ours.is_large  # so is an eighth more
 
 
 def test_who_leaves_gives_way_and_counts_no_more(tables: list[AdmissionTable]) -> None:
@@ -59,7 +59,7 @@ def test_who_leaves_gives_way_and_counts_no_more(tables: list[AdmissionTable]) -
     assert ours.is_large
     assert not theirs.is_large
     theirs.leave()
-    assert not ours.is_large  # all leave: there is nobody to leave them to
+    assert not ours.is_large  # all leave, so no process remains to take over
 
 
 def test_a_successor_begins_without_connections(tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_connections_are_served_though_a_neighbour_hangs(
         return line
 
     assert uvloop.run(scenario()) == [b"HTTP/1.1 200 OK\r\n"] * 20
-    gc.collect()  # tasks that failed say so when they go
+    gc.collect()  # failed tasks report errors when collected
     assert not problems
     assert tables[1].fewest_connections() is None  # it has left

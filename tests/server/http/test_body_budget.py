@@ -1,4 +1,4 @@
-"""How much of bodies is held: of unfinished uploads, and of requests that wait or run."""
+"""Memory budget of bodies: unfinished uploads, and waiting or running requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -143,7 +143,7 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
         await running.acquire()
         over.set()
         await asyncio.gather(small, *waiting)
-        await ask(2 * KEPT_TIMES * PIECE)  # alone it may be larger than all room
+        await ask(2 * KEPT_TIMES * PIECE)  # a single body may exceed the budget
         await ask(PIECE)
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
@@ -184,7 +184,7 @@ class TestSmallBodies:
 
 
 def test_many_bodies_that_are_small_each_are_counted() -> None:
-    """As many as a front end has connections, of which none is complete."""
+    """Incomplete uploads on all connections of a front end."""
     budget = BodyBudget(AdmissionTable(None), 128 << 20)
     size = (1 << 16) - 1
     for _ in range((128 << 20) // size):

@@ -1,4 +1,4 @@
-"""No body makes more of itself than a few times its size."""
+"""No body uses more memory than a few times its size."""
 
 import contextlib
 import json
@@ -18,12 +18,12 @@ from tests.server.endpoints import ADMIN, bodies, models
 
 ZEROS = b"0," * 10**6 + b"0"
 FIELDS = ("messages", "input", "prompt", "tokens", "tools", "documents", "items", "text_2", "stop")
-"""Fields that take lists; each endpoint is asked with those that it has."""
+"""Fields that accept lists; each endpoint is tested with its own."""
 
 
 @pytest.fixture
 def guarded(whole_app: FastAPI) -> Callable[[str, bytes], httpx.Response]:
-    """Return what posts bytes to an app with everything on, with the key of an administrator."""
+    """Return a function that posts bytes to an app with all features, as administrator."""
     http = Http(whole_app)
     headers = {"Content-Type": "application/json", **ADMIN}
     kept = http.request("POST", "/v1/conversations", content=b"{}", headers=headers).json()["id"]
@@ -39,7 +39,7 @@ def guarded(whole_app: FastAPI) -> Callable[[str, bytes], httpx.Response]:
 def ask(
     guarded: Callable[[str, bytes], httpx.Response], pooling_http: Any
 ) -> Callable[[str, bytes], httpx.Response]:
-    """Return what posts bytes to an app with a model that answers at this path."""
+    """Return a function that posts bytes to an app with a model that serves this path."""
     embeds, scores = pooling_http(), pooling_http(task="classify", size=1)
     headers = {"Content-Type": "application/json"}
 
@@ -54,7 +54,7 @@ def ask(
 
 
 def unbounded(schema: Any, path: str) -> list[str]:
-    """Return the places of a core schema where a text, list or object has no largest length."""
+    """Return the paths in a core schema of strings, lists or objects without a maximum length."""
     if isinstance(schema, (list, tuple)):
         return [found for each in schema for found in unbounded(each, path)]
     if not isinstance(schema, dict):
@@ -77,7 +77,7 @@ def test_every_text_list_and_object_has_a_largest_length(whole_app: FastAPI) -> 
 
 @contextlib.contextmanager
 def peak_below(most: int, what: str) -> Iterator[None]:
-    """Check that a block never holds more bytes than this of its own."""
+    """Check that a block never allocates more than this many bytes."""
     tracemalloc.start()
     try:
         yield

@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE
 
 
 class Secret:
-    """A directory of a certificate and its key that is exchanged as the kubelet does it."""
+    """A directory with a certificate and key, replaced atomically like the kubelet does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class Secret:
             (path / name).symlink_to(Path("data", name))
 
     def renew(self) -> None:
-        """Show a new certificate with a new key, in one moment."""
+        """Replace certificate and key atomically."""
         self._number += 1
         made = self.path / f"{self._number}"
         made.mkdir()
@@ -57,7 +57,7 @@ def secret(tmp_path: Path) -> Secret:
 
 
 async def certificate_at(port: int) -> bytes:
-    """Return what a new connection gets."""
+    """Return the certificate presented to a new connection."""
     anything = ssl.create_default_context()
     anything.check_hostname, anything.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=anything)
@@ -120,7 +120,7 @@ def test_files_that_do_not_fit_change_nothing_until_they_do(
     other.mkdir()
     make_certificate(other / "tls.crt", other / "tls.key")
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    # A renewal that is not made in one moment: the certificate first, then its key.
+    # A non-atomic renewal: first the certificate, then its key.
     (other / "tls.crt").rename(certificate)
     assert watched.current(LOOK_INTERVAL) is first
     key.unlink()

@@ -1,4 +1,4 @@
-"""Who gives way when a front end has no room for another connection."""
+"""Which connection is closed when a front end reaches its connection limit."""
 
 import pytest
 

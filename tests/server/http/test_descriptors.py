@@ -1,4 +1,4 @@
-"""A front end does not stop for the kernel while its connections grow in number."""
+"""The kernel does not stall a front end while its number of connections grows."""
 
 import os
 import resource

@@ -14,7 +14,7 @@ GUARD_SECONDS = 60
 
 
 class Connection:
-    """One HTTP request to an app, with the client's side in the test's hands."""
+    """One HTTP request to an app, with a client controlled by the test."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         self.scope = {
@@ -48,7 +48,7 @@ class Connection:
 def scripted(
     app: Any, body: dict[str, Any], play: Callable[[Connection], Coroutine[Any, Any, None]]
 ) -> Connection:
-    """Serve one request while `play` acts as client; both have to end within the guard."""
+    """Serve one request with `play` as the client; both must end within the timeout."""
 
     async def run() -> Connection:
         connection = Connection("/v1/completions", {"prompt": "x", **body})

@@ -1,4 +1,4 @@
-"""Names of requests, slashes and prefixes of paths."""
+"""Request ids, trailing slashes and path prefixes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What errors say: what is wrong, and what to do next."""
+"""Error messages state the problem and what to do next."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Clients that send or read badly, over real connections."""
+"""Clients that send or read slowly or incorrectly, over real connections."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ async def served(app: Any, guards: GuardConfig) -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def served_by(app: Any, guards: GuardConfig) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve an app so; give the server too."""
+    """Serve an app like `serve`; also yield the server."""
     server = HttpServer(
         uvicorn.Config(
             app,
@@ -62,7 +62,7 @@ async def served_by(app: Any, guards: GuardConfig) -> AsyncIterator[tuple[HttpSe
     )
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        # Accepted connections inherit small buffers, so that a client that does not read shows.
+        # Accepted connections inherit small buffers, so that a stalled client is noticed.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
         listening.listen()
         task = asyncio.create_task(server.serve(sockets=[listening]))
@@ -132,7 +132,7 @@ CHUNKED = (
 
 
 async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tuple[bytes, int]:
-    """Send a start, then a piece over and over; return the answer and how much was sent."""
+    """Send a start, then a piece repeatedly; return the response and the bytes sent."""
     reader, writer = await connect(port)
     sent = 0
     with contextlib.suppress(ConnectionError):
@@ -220,7 +220,7 @@ async def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: lis
             writer.write(piece)
             if piece is sent[0]:
                 await reader.readuntil(b"}")
-        with contextlib.suppress(ConnectionError):  # it may have ended before the last piece
+        with contextlib.suppress(ConnectionError):  # the server may close before the last piece
             await reader.read()
         writer.close()
 
@@ -420,7 +420,7 @@ def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bo
 async def test_a_client_is_answered_beside_hundreds_that_never_finish(
     app: Any, engines: Any
 ) -> None:
-    """They idle, or have sent a part of a head, or a head and a part of a body."""
+    """Connections that are idle, or have sent part of a header or of a body."""
     begun = (b"", HEAD[:-20], HEAD + BODY[:-1])
 
     async with served(app, GuardConfig(max_connections=32)) as port:
@@ -465,14 +465,14 @@ async def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
 
 
 def hung_up(client: socket.socket) -> bool:
-    """Whether the other side has closed the connection; nothing is read."""
+    """Return whether the peer has closed the connection, without reading from it."""
     poll = select.poll()
     poll.register(client, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 class Flood:
-    """A generation client whose engines generate as fast as they can, read or not."""
+    """A generation client whose engines generate at full speed, even if nothing is read."""
 
     def __init__(self, engines: Any) -> None:
         self._engines = engines
@@ -517,7 +517,7 @@ class TestReaders:
                 client.setblocking(False)
                 client.sendall(HEAD + BODY)
                 await until_async(engines.closed.is_set, "the stream is closed")
-                # It hangs up on the client, without having sent more than buffers hold.
+                # It disconnects the client without having sent more than the buffers hold.
                 await until_async(lambda: hung_up(client), "the server hangs up")
 
     @pytest.mark.parametrize("choices", [1, 3])
@@ -528,7 +528,7 @@ class TestReaders:
             reader, writer = await connect(port)
             body = b'{"prompt": "x", "stream": true, "n": %d}' % choices
             writer.write(head(len(body)) + body)
-            # uvloop's transports are of classes of its own.
+            # uvloop has its own transport classes.
             transport = cast("asyncio.Transport", writer.transport)
             transport.pause_reading()
             await until_async(engines.closed.is_set, "the stream is closed")
@@ -630,7 +630,7 @@ async def test_connections_end_before_the_server_does() -> None:
         await answering.wait()
         server.end_connections()
         assert await waiting.read() == b""
-        later, later_writer = await connect(port)  # it still listens, to refuse
+        later, later_writer = await connect(port)  # it still listens, to reject requests
         later_writer.write(b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n")
         await later.readuntil(b"ended\r\n0\r\n\r\n")
         may_end.set()

@@ -1,4 +1,4 @@
-"""Middleware of the operator's, and the load in headers of answers."""
+"""Operator middleware, and the load in response headers."""
 
 import sys
 import types
@@ -17,7 +17,7 @@ from tests.support.plugins import offer
 
 
 class Refuses:
-    """ASGI that answers itself where a header says so."""
+    """ASGI middleware that responds itself if a header requests it."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What a connection sends is counted in every phase of a request."""
+"""Bytes sent by a connection are counted in every phase of a request."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def meter_at(phase: Phase) -> RequestMeter:
 
 
 def refused_after(meter: RequestMeter, size: int, before: Callable[[], object]) -> tuple[int, int]:
-    """Feed pieces until they are refused; return the status and the bytes that were let in."""
+    """Feed pieces until refused; return the status and the number of accepted bytes."""
     fed = 0
     while fed < 10**6:
         before()

@@ -1,4 +1,4 @@
-"""A stream shows that it lives before its first token and whenever no other one comes."""
+"""A stream sends keep-alive comments before its first token and during pauses."""
 
 import asyncio
 import json
@@ -94,7 +94,7 @@ class TestWithManyComments(WithInterval):
     async def test_what_fails_before_them_is_an_http_error(
         self, app: Any, engines: Any, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # However long the machine takes until then.
+        # Regardless of the machine's speed.
         monkeypatch.setattr("server.http.call.HEADERS_WITHIN", 2 * PATIENCE)
         engines.script = lambda stream: [FAILED]
 

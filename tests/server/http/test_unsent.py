@@ -1,4 +1,4 @@
-"""Answers that clients do not read: how much of them is held."""
+"""Limits on buffered responses that clients do not read."""
 
 import asyncio
 from collections import Counter
@@ -13,18 +13,18 @@ ALICE, BOB, CAROL = (named_tenant(name) for name in ("alice", "bob", "carol"))
 
 
 class Clients:
-    """Connections to an application, which nobody reads until told to."""
+    """Connections to an application that are read only on request."""
 
     def __init__(self) -> None:
         self.budget = UnsentBudget()
         self.read = asyncio.Event()
         self.answers: Counter[tuple[str, int]] = Counter()
-        """By tenant and status."""
+        """Counts by tenant and status."""
         self.bytes = 0
         self.tasks: list[asyncio.Future[None]] = []
 
     async def ask(self, tenant: Any, count: int, size: int = SIZE, *, stream: bool = False) -> None:
-        """Send requests, and wait until each is answered or held up."""
+        """Send requests and wait until each is answered or blocked."""
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope[SCOPE_KEY] = tenant
@@ -78,7 +78,7 @@ async def test_a_stream_waits_for_its_client_and_counts_meanwhile() -> None:
     assert not any(task.done() for task in clients.tasks)
     await clients.ask(ALICE, 1)
     assert clients.answers["alice", 429] == 1
-    clients.tasks[0].cancel()  # a connection that is lost
+    clients.tasks[0].cancel()  # a lost connection
     await asyncio.gather(clients.tasks[0], return_exceptions=True)
     await clients.ask(ALICE, 1)
     assert clients.answers["alice", 429] == 1

@@ -1,4 +1,4 @@
-"""Requests that ask for another protocol, which is never taken up."""
+"""Requests to upgrade to another protocol, which are never accepted."""
 
 import asyncio
 import shutil
@@ -227,7 +227,7 @@ needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is
 
 
 def accepts(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket."""
+    """Return whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
@@ -238,9 +238,9 @@ def accepts(path: Path) -> bool:
 
 @asynccontextmanager
 async def nginx(directory: Path, behind: int) -> AsyncIterator[str]:
-    """Run nginx before a port; give the path of its socket.
+    """Run nginx as a proxy of a port; yield the path of its socket.
 
-    The socket is there before nginx listens on it, so that a connection says when it does.
+    The socket exists before nginx listens on it, so wait for a successful connection.
     """
     settings, listening = directory / "nginx.conf", directory / "socket"
     settings.write_text(NGINX.format(directory=directory, behind=behind))

@@ -1,4 +1,4 @@
-"""The server is built on names of uvicorn without an underscore, whichever version is installed."""
+"""The server uses only public names of uvicorn, in any installed version."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names_of_uvicorn() -> set[str]:
-    """Return the private names of its classes, those of their instances included."""
+    """Return the private names of its classes and their instances."""
     found = set[str]()
     for kind in BUILT_ON:
         found.update(dir(kind))

@@ -1,4 +1,4 @@
-"""An app that serves a small vision model, over scripted engines that take images."""
+"""An app that serves a small vision model with scripted engines that support images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""As SmolVLM's: contents are lists of parts, and a text would not be shown."""
+"""Like SmolVLM's: contents are lists of parts; plain strings would not be rendered."""
 TILE = 32
 TOKENS = 4
 """Of each tile."""
@@ -76,7 +76,7 @@ def vision(
     processor: Idefics3,
     media: MediaConfig,
 ) -> Callable[..., Http]:
-    """Return what makes a client of the app; settings of images may be other ones."""
+    """Return a function that creates a client of the app with the given image settings."""
 
     def make(store: ResponseStore | None = None, **changed: Any) -> Http:
         limit = changed.pop("limit_mm_per_prompt", '{"image": 3}')

@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Return an RGB picture of smooth and of noisy parts."""
+    """Return an RGB picture with smooth and noisy parts."""
     generator = np.random.default_rng(seed)
     rows, columns = np.mgrid[0:height, 0:width]
     smooth = np.stack([rows * 3, columns * 5, rows + columns], axis=-1)
@@ -18,12 +18,12 @@ def picture(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """Return a picture as the bytes of a file."""
+    """Return a picture encoded as a file."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def data_url(content: bytes, media_type: str = "image/png") -> str:
-    """Return bytes as a URL."""
+    """Return bytes as a `data:` URL."""
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"

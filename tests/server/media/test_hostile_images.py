@@ -1,4 +1,4 @@
-"""Images made to harm are refused with a 400 that names them, at a bounded price."""
+"""Malicious images are rejected with a 400 that names them, at a bounded cost."""
 
 import io
 import struct
@@ -22,7 +22,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(width: int, height: int, *chunks: bytes, rows: bytes = b"") -> bytes:
-    """Return a PNG file of one bit per pixel that says it has this size."""
+    """Return a PNG file with one bit per pixel that declares this size."""
     head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     body = chunk(b"IHDR", head) + b"".join(chunks) + chunk(b"IDAT", zlib.compress(rows, 9))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
@@ -33,7 +33,7 @@ def small() -> Image.Image:
 
 
 def jpeg_of_scans(count: int) -> bytes:
-    """Return a JPEG file that says it has so many scans."""
+    """Return a JPEG file with this many scan headers."""
     scan = b"\xff\xda" + encoded(small(), "JPEG").partition(b"\xff\xda")[2].removesuffix(
         b"\xff\xd9"
     )
@@ -92,7 +92,7 @@ def test_a_hostile_image_is_refused_by_name(http: Http, kind: str) -> None:
     answer = http.post("/v1/chat/completions", asked(data_url(encoded(small())), data_url(content)))
     seconds, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    if kind.startswith("a bomb of"):  # what is beside the pixels is left out or refused
+    if kind.startswith("a bomb of"):  # data other than pixels is ignored or rejected
         assert answer.status_code in (200, 400)
     else:
         assert answer.status_code == 400, answer.text

@@ -1,4 +1,4 @@
-"""Images are fetched from allowed hosts, at addresses that were checked, and nowhere else."""
+"""Images are fetched only from allowed hosts, at checked addresses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +16,7 @@ IMAGE = b"not looked at here"
 
 
 class Server:
-    """A host on a local port that answers each path with what is written down for it."""
+    """A host on a local port that serves a fixed response per path."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes | Callable[[], bytes]] = {}
@@ -46,7 +46,7 @@ class Server:
         return self.addresses
 
     def hosts(self, *domains: str, **options: Any) -> Hosts:
-        """Return what fetches from here; only the first address of this machine may be used."""
+        """Return a fetcher for this host; only the machine's first address is allowed."""
         options = {
             "max_bytes": 1000, "seconds": 5.0, "resolve": self.resolve,
             "allows": lambda address: address == "127.0.0.1", **options,

@@ -33,7 +33,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(tokens: int = TOKENS) -> str:
-    """Return what stands for the last tile of an image."""
+    """Return the placeholder text of an image's last tile."""
     return f"<fake_token_around_image><global-img>{'<image>' * tokens}<fake_token_around_image>"
 
 
@@ -43,7 +43,7 @@ def prompt_of(engines: FakeGenerationClient) -> str:
 
 
 def check_places(engines: FakeGenerationClient, count: int) -> None:
-    """Check that the tokens of so many tiles are exactly where engines are told they are."""
+    """Check that the tokens of all tiles are exactly at the positions sent to engines."""
     stream = engines.streams[-1]
     token = engines.tokenizer.token_to_id("<image>")
     claimed: list[int] = []
@@ -73,7 +73,7 @@ def test_an_image_is_where_its_part_was(http: Http, engines: FakeGenerationClien
 
 
 def four_tiles() -> str:
-    """Return what stands for an image of two rows and columns."""
+    """Return the placeholder text of an image with two rows and columns."""
     tile = "<image>" * TOKENS
     rows = [
         "".join(f"<fake_token_around_image><row_{r}_col_{c}>{tile}" for c in (1, 2)) + "\n"
@@ -400,7 +400,7 @@ def test_no_more_bytes_of_images_are_held_than_allowed(
     )
     assert answer.status_code == 429
     assert answer.headers["retry-after"]
-    for _ in range(3):  # what a request has held is given back
+    for _ in range(3):  # a finished request releases its memory
         assert small.chat(messages=[user(image())])
 
 

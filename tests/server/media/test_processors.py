@@ -1,4 +1,4 @@
-"""Images are prepared, and their prompts written, as the models' own processors do it."""
+"""Images and their placeholder texts match the models' own processors."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def processor(
 
 
 def prepared(own: ImageProcessor, image: Image.Image) -> list[np.ndarray]:
-    """Return what the encoder takes as bytes, checked against the plan."""
+    """Return the encoder inputs as bytes, checked against the plan."""
     arrays = [np.asarray(each) for each in own.pixels(image)]
     sizes = own.plan(image.height, image.width).sizes
     assert [array.shape for array in arrays] == [(s.height, s.width, 3) for s in sizes]
@@ -59,7 +59,7 @@ def prepared(own: ImageProcessor, image: Image.Image) -> list[np.ndarray]:
 
 
 def normalized(array: np.ndarray, theirs: Any) -> np.ndarray:
-    """Return pixels as an encoder sees them: channels, rows, columns."""
+    """Return pixels in the encoder's layout: [channels, rows, columns]."""
     scaled = (array / 255.0 - np.array(theirs.image_mean)) / np.array(theirs.image_std)
     return np.moveaxis(scaled, -1, 0)
 
@@ -103,7 +103,7 @@ def test_images_are_resized_as_those_of_qwen(
 
 
 def fast(backend: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of transformers, with tokens under names."""
+    """Return a transformers tokenizer with named tokens."""
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_str(backend.to_str()), extra_special_tokens=special
     )

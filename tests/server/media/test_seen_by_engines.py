@@ -1,4 +1,4 @@
-"""A picture sent over HTTP leads to the tokens that transformers generates for it."""
+"""A picture sent over HTTP yields the same tokens as transformers."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,7 +32,7 @@ QUESTION = "what is this"
 
 
 def idefics3_inputs(name: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
-    """Return what transformers' processor makes of a conversation."""
+    """Return a conversation as preprocessed by transformers' processor."""
     fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_str(small_tokenizer().to_str())
     )

@@ -1,4 +1,4 @@
-"""Whether a model takes images is found out from its files before it is served."""
+"""Image support of a model is determined from its files before it is served."""
 
 import json
 import subprocess

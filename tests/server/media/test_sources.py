@@ -1,4 +1,4 @@
-"""Files are read below one directory only, whatever their URLs and links say."""
+"""Files are read only below one directory, whatever their URLs and symlinks."""
 
 import os
 from pathlib import Path

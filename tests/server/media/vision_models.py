@@ -1,4 +1,4 @@
-"""Small random models that see images, with all files that serving them takes."""
+"""Small random vision models, with all files needed to serve them."""
 
 import json
 from pathlib import Path
@@ -22,11 +22,11 @@ GEMMA3: dict[str, Any] = {
     "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What the template writes for an image."""
+"""The template's text for an image."""
 
 
 def small_tokenizer(image: str = "<image>") -> Tokenizer:
-    """Return a byte-level tokenizer in whose vocabulary the image token has its number."""
+    """Return a byte-level tokenizer whose image token has the model's id."""
     special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|eos|>"]
     special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     special += ["<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>"]

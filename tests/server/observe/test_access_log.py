@@ -1,4 +1,4 @@
-"""Lines per answer and lines per engine."""
+"""Access log lines per response and log lines per engine."""
 
 import logging
 from typing import Any

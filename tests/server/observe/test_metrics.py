@@ -496,7 +496,7 @@ def test_names_label_the_model(engines: Any) -> None:
 
 
 def many_engines(number: int, hosts: list[str], api_hosts: list[str]) -> ClusterView:
-    """Return a view of engines on some hosts in turn, and of API servers."""
+    """Return a view of API servers and of engines distributed over hosts."""
     engines = [
         msgspec.structs.replace(engine(rank), host=hosts[rank % len(hosts)])
         for rank in range(number)

@@ -23,7 +23,7 @@ def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -
         shared = SharedWork(lambda: work)
         asked = [asyncio.create_task(shared.result()) for _ in range(5)]
         while not begun.is_set():
-            await asyncio.sleep(0)  # the loop goes round while the thread waits
+            await asyncio.sleep(0)  # the event loop runs while the thread waits
         asked.pop().cancel()
         await asyncio.sleep(0)
         go_on.set()

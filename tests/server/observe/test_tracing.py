@@ -1,4 +1,4 @@
-"""Spans of requests, as a collector receives them over OTLP/HTTP."""
+"""Request spans, as received by an OTLP/HTTP collector."""
 
 import gzip
 import subprocess
@@ -34,7 +34,7 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """An OTLP/HTTP endpoint that keeps the spans it gets."""
+    """An OTLP/HTTP endpoint that stores received spans."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         collector = self
@@ -147,7 +147,7 @@ def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own
     first, move, second = (attributes(each) for each in spans.values())
     assert (first["swell.engine"], second["swell.engine"]) == (0, 2)
     assert (move["swell.from_engine"], move["swell.to_engine"]) == (0, 2)
-    # It decoded there until it was lost, since its first output came.
+    # It decoded there from its first output until the engine was lost.
     assert first["gen_ai.latency.time_in_model_decode"] == pytest.approx(2.0)
     assert second["gen_ai.latency.time_in_queue"] == 0.125
 

@@ -1,4 +1,4 @@
-"""What one front end knows of engines that a test describes: its members and its loads."""
+"""A front end's view of the engines that a test describes: members and loads."""
 
 from engine.shared.messages import (
     ClusterView,
@@ -52,13 +52,13 @@ def hear(
     members: Members, rank: int, incarnation: int, *, session: int = 1, now: float = 0.0,
     drains: bool = False,
 ) -> bool:  # fmt: skip
-    """An engine says hello on the socket that is named after its incarnation."""
+    """Greet from an engine, on the socket named after its incarnation."""
     hello = RouteHello(rank, incarnation, session, drains=drains)
     return members.heard(b"%d" % incarnation, hello, now)
 
 
 def members_of(*incarnations: int, front_end: int = MY_INCARNATION) -> Members:
-    """Engines of ranks 0, 1 ... that are listed, ready and heard."""
+    """Engines of ranks 0, 1 ... that are listed, ready and connected."""
     members = Members(front_end, grace=5.0)
     for rank, incarnation in enumerate(incarnations):
         hear(members, rank, incarnation)
@@ -71,7 +71,7 @@ def open_ranks(members: Members) -> list[int]:
 
 
 class Known:
-    """Members with their loads, as one front end knows them."""
+    """Members with their loads, as known to one front end."""
 
     def __init__(
         self,

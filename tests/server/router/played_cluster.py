@@ -1,4 +1,4 @@
-"""A router in its shell, without sockets; the test plays the engines and the coordinator."""
+"""A router in its shell without sockets; the test simulates engines and coordinator."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ ME = 77
 
 @dataclass
 class Played:
-    """One engine process as the front end meets it."""
+    """An engine process as seen by the front end."""
 
     rank: int
     incarnation: int
@@ -53,7 +53,7 @@ class Played:
 
     @property
     def alone(self) -> list[AddRequest]:
-        """Requests that it is to run alone and has not begun to."""
+        """Requests that it must run exclusively and has not started."""
         return [r for r in self.held.values() if r.alone and r.id not in self.begun]
 
     def stats(self) -> EngineStats:
@@ -66,7 +66,7 @@ class Played:
 
 
 class Cluster:
-    """A front end's router among played engines."""
+    """A front end's router with simulated engines."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Cluster:
         return True
 
     def start(self, rank: int, setup: EngineSetup = SETUP) -> Played:
-        """A new engine process joins and greets."""
+        """Start a new engine process that joins and greets."""
         self._incarnations += 1
         engine = self.engines[rank] = Played(rank, self._incarnations, setup=setup)
         self.publish()
@@ -117,13 +117,13 @@ class Cluster:
         return engine
 
     def hello(self, engine: Played) -> None:
-        """An engine says that its request route is open."""
+        """Report from an engine that its request route is open."""
         self.shell.handle(
             EngineHello(engine.identity, RouteHello(engine.rank, engine.incarnation, 1))
         )
 
     def publish(self) -> None:
-        """The coordinator publishes who is there."""
+        """Publish the membership list from the coordinator."""
         self._version += 1
         entries = [
             EngineEntry(e.rank, e.incarnation, True, "h", 0, e.setup, e.stats())
@@ -135,7 +135,7 @@ class Cluster:
         self.shell.handle(view)
 
     def tell(self, engine: Played, *outputs: RequestOutput, **flags: Any) -> None:
-        """An engine sends outputs, with stats that say what `flags` say from now on."""
+        """Send outputs from an engine, with stats that include `flags` from now on."""
         engine.flags |= flags
         engine.begun.add(flags.get("alone", 0))
         engine.outputs += 1
@@ -145,7 +145,7 @@ class Cluster:
         self.shell.handle(StepOutputs(engine.stats(), list(outputs)))
 
     def die(self, engine: Played) -> None:
-        """An engine says its last words."""
+        """Send an engine's farewell message."""
         del self.engines[engine.rank]
         self.shell.handle(EngineDead(engine.rank, engine.incarnation, "boom"))
 

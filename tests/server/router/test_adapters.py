@@ -1,4 +1,4 @@
-"""What a front end knows of adapters and says of them, and which engine gets their requests."""
+"""A front end's view of adapters, its reports on them, and routing of their requests."""
 
 from msgspec.structs import replace
 

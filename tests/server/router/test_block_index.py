@@ -1,4 +1,4 @@
-"""Which engine holds which KV blocks, as a front end follows it."""
+"""A front end's index of which engine holds which KV blocks."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def compute(
     root: bytes = ROOT_DIGEST,
     images: Sequence[EncoderInput] = (),
 ) -> None:
-    """Have a sequence of these tokens come and go."""
+    """Compute and release a sequence with these tokens."""
     table = BlockTable(root, images)
     assert kv.try_admit(table, token_ids, use_cache=True, headroom=0) is not None
     kv.commit(table, token_ids, len(token_ids))
@@ -51,7 +51,7 @@ def found(
     root: bytes = ROOT_DIGEST,
     images: Sequence[EncoderInput] = (),
 ) -> int:
-    """Return how many tokens the engine would find cached."""
+    """Return the number of cached tokens that the engine would find."""
     return kv.needs(BlockTable(root, images), token_ids, use_cache=True)[0]
 
 
@@ -63,7 +63,7 @@ def request(token_ids: list[int], **fields: object) -> AddRequest:
 class Engines:
     """Engines with a KV cache each, and a front end that follows them.
 
-    Questions arrive; answers are under way until the test delivers or loses them.
+    Queries arrive at once; replies are in flight until the test delivers or drops them.
     """
 
     def __init__(self, count: int, index: BlockIndex | None = None) -> None:
@@ -93,7 +93,7 @@ class Engines:
         )
 
     def follow(self) -> list[KvBlocksWanted]:
-        """The front end asks; engines answer if they have something new."""
+        """Query from the front end; engines reply if their blocks have changed."""
         asked = self.index.follow(list(self.routes.values()), self.now)
         for to, question in asked:
             self._open[int(to)] = question
@@ -112,7 +112,7 @@ class Engines:
         self.resyncs += self.index.take(self.under_way.pop(place))
 
     def settle(self) -> None:
-        """What was lost is asked for again, and all arrives."""
+        """Repeat lost queries and deliver all replies."""
         for _ in range(3):
             self.now += ASK_AGAIN
             self.follow()

@@ -1,4 +1,4 @@
-"""Calls of engine utilities: every engine that was called is answered for, once."""
+"""Engine utility calls: exactly one result per called engine."""
 
 from engine.shared.messages import UtilityResult
 from server.router.events import Action, Call, CallResult

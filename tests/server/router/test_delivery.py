@@ -138,7 +138,7 @@ def test_the_last_output_ends_a_request() -> None:
 
 
 class Knows(BlockIndex):
-    """An index that knows what the test says."""
+    """An index with contents given by the test."""
 
     cached: dict[int, int]
 

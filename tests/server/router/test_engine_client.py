@@ -1,4 +1,4 @@
-"""Requests to engines and outputs back over real sockets; the engines are played by the test."""
+"""Requests to engines and outputs back over real sockets; the test simulates the engines."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ GUARD = 60.0
 
 @dataclass
 class Counts:
-    """What the client reported to its metrics."""
+    """Records the client's metric reports."""
 
     routed: list[tuple[str | int, ...]] = field(default_factory=list)
     resumed: int = 0
@@ -116,7 +116,7 @@ class PlayedEngine:
 
 
 class World:
-    """A client with its sockets, and whatever engines a test plays."""
+    """A client with its sockets, and the simulated engines of a test."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
             await waiting
             assert w.num_open == 2
             w.publish()
-            await w.client.wait_for_engines()  # who comes later finds no engine, and is told so
+            await w.client.wait_for_engines()  # later requests fail: there is no engine
 
 
 @pytest.mark.parametrize("tell", ["no engine serves", "it drains"])
@@ -347,7 +347,7 @@ async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
     tmp_path: Path, how: str
 ) -> None:
     async def provoke(w: World) -> None:
-        # A send to a peer that has gone fails as soon as its disconnection is noticed.
+        # Sending to a disconnected peer fails as soon as the disconnect is detected.
         async with asyncio.timeout(GUARD):
             while w.counts.resumed == 0:
                 w.submit("probe", [1], GREEDY)
@@ -378,7 +378,7 @@ async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
         other.send(RequestOutput(moved.id, [9], "stop", timing=RequestTiming(4.0, 3.0, 0.5)))
         output = await stream.next()
         assert (output.token_ids, output.finish_reason) == ([9], "stop")
-        # Probes that were sent before the end was noticed move on as well.
+        # Probes sent before the disconnect was detected are moved as well.
         assert w.counts.resumed == 1 or how == "unreachable"
         took = stream.times.ended(time.monotonic())
         assert took is not None

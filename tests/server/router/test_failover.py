@@ -1,4 +1,4 @@
-"""What becomes of requests whose engines go, as the actions that follow."""
+"""Failover actions for requests whose engines leave."""
 
 from msgspec.structs import replace
 

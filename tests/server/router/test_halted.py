@@ -1,4 +1,4 @@
-"""Engines that their operators halted, and requests that only one engine may run."""
+"""Engines halted by operators, and requests that only one engine can run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests with images go to engines that take them, alike ones to the same, and whole again."""
+"""Requests with images go to supporting engines, equal images to the same one."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def image(digest: bytes = b"0123456789abcdef", position: int = 0) -> EncoderInpu
 
 
 class SomeSee(Cluster):
-    """Of its engines only some take images."""
+    """A cluster in which only some engines support images."""
 
     def __init__(self, *ranks: int, seeing: Sequence[int]) -> None:
         self.seeing = seeing
@@ -41,7 +41,7 @@ class SomeSee(Cluster):
 
 
 class Resizing(SomeSee):
-    """Its engines take images as they are."""
+    """A cluster whose engines accept unresized images."""
 
     def setup_of(self, rank: int) -> EngineSetup:
         return msgspec.structs.replace(super().setup_of(rank), whole_images=True)

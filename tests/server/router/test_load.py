@@ -1,4 +1,4 @@
-"""The load of each engine, in which no send is counted twice or forgotten."""
+"""The load of each engine counts every sent request exactly once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which engines there are for a front end, and who is taken for gone."""
+"""The engines known to a front end, and which are considered lost."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to run alone, and what the deaths of engines say of a request."""
+"""Which suspect runs alone next, and what engine deaths imply about a request."""
 
 from engine.shared.messages import AddRequest, SamplingParams
 from server.router.failover import Probation

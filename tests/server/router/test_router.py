@@ -1,4 +1,4 @@
-"""Events in, actions out: what a router does, without a shell."""
+"""The router's state machine without its shell: events in, actions out."""
 
 import pytest
 

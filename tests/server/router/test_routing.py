@@ -1,4 +1,4 @@
-"""Who gets a request, by policy."""
+"""The engine chosen for a request, by policy."""
 
 import random
 from collections import Counter
@@ -304,7 +304,7 @@ def test_few_engines_are_compared_whatever_the_number_of_front_ends() -> None:
 
 
 class FailsForLongPrompts:
-    """A plugin's policy: the last engine, but for prompts of which it makes a mess."""
+    """A plugin's policy: the last engine, except for prompts on which it fails."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -338,7 +338,7 @@ def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_
     policy = build_policy("last", 3)
     loads = [load(0, 1), load(1, 2)]
     assert policy.choose(loads) == Choice(1, "last")
-    for prompt_token_ids in ([5, 5], [5, 5, 5]):  # an engine that there is not, an IndexError
+    for prompt_token_ids in ([5, 5], [5, 5, 5]):  # a nonexistent engine, and an IndexError
         assert policy.choose(loads, prompt_token_ids) == Choice(0, "least_loaded")
     assert [each.message for each in caplog.records] == [
         "--routing-policy last failed, so that the least loaded engine was taken; this is not "

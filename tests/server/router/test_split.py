@@ -1,4 +1,4 @@
-"""Prompts are computed by some engines, answers by others, whoever dies meanwhile."""
+"""Disaggregated prefill and decode, with engines that die in between."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ def prefill_setup(rank: int) -> Any:
 
 
 def cluster_of(roles: str) -> Cluster:
-    """Return engines by letters: p computes prompts, d answers, m does both for itself."""
+    """Return engines by letter: p prefills, d decodes, m does both."""
     cluster = Cluster(split=Split(MIN_TOKENS, LeastLoaded()))
     for rank, role in enumerate(roles):
         start(cluster, rank, role)
@@ -49,7 +49,7 @@ def end_prefill(cluster: Cluster, stream: RequestStream, **output: Any) -> None:
 
 
 def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
-    """Have its engine say the rest of the answer; return all of it."""
+    """Send the rest of the answer from its engine; return the entire answer."""
     engine = cluster.runs(stream)
     assert engine is not None
     rest = ANSWER[len(message_of(stream, engine).output_token_ids) :]

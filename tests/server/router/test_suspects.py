@@ -1,4 +1,4 @@
-"""Requests that were in flight on engines that died: nobody innocent is answered with an error."""
+"""Requests in flight on engines that died: innocent ones do not fail."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def all_died_twice(cluster: Cluster, *names: str) -> list[RequestStream]:
 
 
 def on_trial(cluster: Cluster) -> tuple[Played, int]:
-    """Return the engine that has a request to run alone, and the request's id."""
+    """Return the engine with a request to run alone, and the request's id."""
     [(engine, request)] = [(e, r) for e in cluster.engines.values() for r in e.alone]
     return engine, request.id
 
@@ -183,7 +183,7 @@ def test_the_engine_falling_silent_convicts_nobody() -> None:
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
     cluster.tell(engine, alone=id_)
-    cluster.now += 4.0  # half the grace and more, and less than the time limit
+    cluster.now += 4.0  # more than half the grace period, less than the time limit
     del cluster.engines[engine.rank]
     cluster.publish()
     assert error_of(stream) is None

@@ -1,4 +1,4 @@
-"""What a stream keeps for whoever reads it."""
+"""Buffering of a token stream for its reader."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ SCORE = TokenLogprob(-0.1, 1, list(range(20)), [-0.1] * 20)
 
 
 class Owner:
-    """Counts what a stream asks its client to end."""
+    """Counts the aborts that a stream requests from its client."""
 
     def __init__(self) -> None:
         request = AddRequest(1, "r", 0, 0, [1], SamplingParams(max_tokens=10**6, seed=1))

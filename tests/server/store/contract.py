@@ -1,4 +1,4 @@
-"""Tests for every database: each one's tests import these and define an `opener`."""
+"""Tests for every database; each database's tests import them and define an `opener`."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ DAY = 86_400.0
 
 
 Opener = Callable[[int, float], SqlBackend]
-"""Opens the records once more, to keep so many bytes for so long; can be sent to a process."""
+"""Opens the store again, given its maximum bytes and age; must be picklable."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def store(opener: Opener) -> Iterator[SqlBackend]:
 
 @pytest.fixture
 def clock(store: SqlBackend, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of a store, in a list."""
+    """A store's clock: a list with the current time."""
     time = [1.0]
     monkeypatch.setattr(store._database, "now", lambda: time[0])
     return time
@@ -198,7 +198,7 @@ def test_events_stay_in_order_and_go_with_their_response(store: SqlBackend) -> N
 
 
 def total(store: SqlBackend) -> int:
-    """Return what counts against the limit, which is what there is."""
+    """Return the accounted bytes, which must equal the stored bytes."""
     (counted,) = store._database.execute("SELECT sum(bytes) FROM tenants").fetchone()
     (found,) = store._database.execute("SELECT sum(size) FROM records").fetchone()
     assert counted == found

@@ -1,4 +1,4 @@
-"""Calls to a store from an event loop: how many wait, and whose."""
+"""Calls to a store from an event loop: limits on waiting calls, by tenant."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ def go_on() -> Iterator[threading.Event]:
 def store(
     tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ResponseStore]:
-    """A store that another process holds up until it may `go_on`."""
+    """A store blocked by another process until `go_on`."""
     backend = sqlite_backend(tmp_path / "responses.sqlite", 1 << 20, 3600.0)
     get = SqlBackend.get
 

@@ -43,7 +43,7 @@ def test_a_file_that_is_no_database_is_said_to_be_none(path: Path) -> None:
 def test_a_file_that_another_is_setting_up_is_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite does not wait here: a file that is written is not made to have a write-ahead log."""
+    """SQLite itself does not wait for a lock when a file is switched to a write-ahead log."""
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     waits: list[float] = []
@@ -60,7 +60,7 @@ def test_a_file_that_another_is_setting_up_is_waited_for(
 
 
 def evicted(path: Path, max_bytes: int) -> tuple[SqlBackend, list[str]]:
-    """Return a node's store, and why it deletes things."""
+    """Return a node's store, and a list of its reasons for deletions."""
     reasons: list[str] = []
     database = SqliteDatabase(path, lasting=False)
     return SqlBackend(database, max_bytes, DAY, reasons.append), reasons  # noqa: F405
@@ -70,7 +70,7 @@ def evicted(path: Path, max_bytes: int) -> tuple[SqlBackend, list[str]]:
 def test_a_store_that_may_be_larger_than_its_disk_leaves_room_on_it(
     tmp_path: Path, lasting: bool
 ) -> None:
-    """One tenant's large responses then give way to its own, and nobody else's store stops."""
+    """Then a tenant's large responses evict its own, and other tenants are not affected."""
     with small_disk(tmp_path / "disk", 16) as disk:
         store = sqlite_backend(disk / "responses.sqlite", 1 << 30, DAY, lasting)  # noqa: F405
         put(store, response("small", "b"))  # noqa: F405

@@ -1,4 +1,4 @@
-"""Texts that stand for images are hidden, tokenized as plain text, and shown as they were."""
+"""Image placeholders in client text are masked, tokenized as plain text, and restored."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors

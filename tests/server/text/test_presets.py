@@ -1,4 +1,4 @@
-"""Requests have the defaults of the model's files, or else what is known of the model."""
+"""Request defaults come from the model's files, or from known presets of the model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chat templates of requests: rendered apart, and ended where they are too much."""
+"""Chat templates of requests are rendered in a separate process and stopped at limits."""
 
 import asyncio
 from typing import Any

@@ -69,7 +69,7 @@ def test_answers_end_at_the_tokenizers_end_too(
 def test_tokens_that_only_the_tokenizer_s_config_has_are_added(
     directory: Path, backend: Tokenizer
 ) -> None:
-    """As AutoTokenizer does, whose texts and numbers are the reference."""
+    """Like AutoTokenizer, the reference for texts and ids."""
     count = backend.get_vocab_size()
     added = {
         str(count): {"content": "<|call|>", "special": False, "normalized": False},

@@ -28,7 +28,7 @@ ASK = {"model": "other", "prompt": "hello", "max_tokens": 8}
 
 
 class Fleet:
-    """A server `here` whose routes a test writes, and one that serves the model `other`."""
+    """A server `here` with routes from the test, and one that serves the model `other`."""
 
     def __init__(
         self, tokenizer: Any, served: Served, directory: Path, stack: contextlib.ExitStack
@@ -256,9 +256,9 @@ def whole(received: bytes) -> bool:
 def listening(
     answer: bytes = b"", go_on: threading.Event | None = None
 ) -> Iterator[tuple[str, threading.Event]]:
-    """A server that answers whoever comes with the same bytes, and whether anybody came.
+    """A server that sends the same bytes to every client and records whether any connected.
 
-    It reads whole requests, and answers when it may `go_on`.
+    It reads entire requests and answers after `go_on`.
     """
     came = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:

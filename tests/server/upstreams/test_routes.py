@@ -1,4 +1,4 @@
-"""Files that say which other server serves which model."""
+"""Files that map models to other servers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an engine asks Ray for, and what it is told there."""
+"""The resources that an engine requests from Ray, and the environment it gets."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Where ranks go on nodes of a cluster, by strategy, and what is said when they do not fit."""
+"""Placement of ranks on nodes by strategy, and the errors if they do not fit."""
 
 from collections import Counter
 
@@ -69,7 +69,7 @@ def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
 
 
 def test_ranks_that_ray_does_not_tell_of_yet_count() -> None:
-    """What is free is told with a delay: ranks that were just placed are known here."""
+    """Free resources are reported with a delay, so recently placed ranks are tracked here."""
     nodes = [node("head", 2), node("b", 1)]
     fill = Packing("fill", NEEDS)
     assert fill.choose(nodes, {"id-head": 1}).node == nodes[0]

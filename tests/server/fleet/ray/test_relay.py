@@ -1,4 +1,4 @@
-"""What an engine is told on the node of its actor, which is not the supervisor's."""
+"""The settings of an engine on its actor's node, which differs from the supervisor's."""
 
 import asyncio
 import os
