@@ -1,4 +1,4 @@
-"""An x86 processor with AVX2 alone: no arithmetic for 16-bit floats, and oneDNN packs none."""
+"""Simulates an x86 processor with only AVX2: no 16-bit float arithmetic or oneDNN packing."""
 
 from typing import Any, NoReturn
 
@@ -8,14 +8,14 @@ from engine.models.products import blocked, converted, dense
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have products be prepared as on such a processor."""
+    """Prepare products as on such a processor."""
     pack_nothing(monkeypatch)
     monkeypatch.setattr(converted, "float32_is_faster", lambda: True)
     blocked._sums_are_right.cache_clear()
 
 
 def pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no weights be packed, as where oneDNN refuses them."""
+    """Disable weight packing, as if oneDNN did not support it."""
     monkeypatch.setattr(dense, "_packable", {})
     monkeypatch.setattr(dense, "PackedLinear", _cannot_pack)
 

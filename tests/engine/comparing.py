@@ -1,8 +1,8 @@
-"""How far what was computed is from what should have been."""
+"""Distances of computed values from reference values."""
 
 import torch
 
 
 def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the distance of values of any type from their reference, as a part of that."""
+    """Return the relative distance of values of any dtype from their reference."""
     return float((values.float() - reference).norm() / reference.norm())

@@ -1,6 +1,6 @@
-"""Compiles the kernels of CUDA devices for some that there are not; run as a program.
+"""Compiles the CUDA kernels for devices that are not present; run as a program.
 
-Not in the tests' own process, where kernels are interpreted (`tests.engine.triton_device`).
+Runs outside the test process, in which kernels are interpreted (`tests.engine.triton_device`).
 """
 
 import sys
@@ -15,7 +15,7 @@ from engine.models.attention.tiles import TileShape, tile_shapes
 from engine.models.products.invariant import SHAPES
 
 LARGEST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that a program may have, by compute capability."""
+"""Maximum bytes of shared memory per program, by compute capability."""
 POINTERS = {
     "sinks": "*fp32", "parts": "*fp32", "part_sums": "*fp32", "tiles": "*i32", "tables": "*i32",
     "slots": "*i64",
@@ -25,7 +25,7 @@ FLOATS = ("scale", "softcap", "eps")
 
 
 def compile_kernel(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> None:
-    """Compile one variant; raises where it cannot be, or takes more memory than there is."""
+    """Compile a variant; raise if that fails or it exceeds the shared memory."""
     kinds = dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(FLOATS, "fp32") | POINTERS
     signature = {
         name: "constexpr" if name in constants else kinds.get(name, "*bf16")
@@ -43,7 +43,7 @@ def compile_kernel(kernel: Any, capability: int, constants: dict[str, Any], **op
 
 
 def compile_attention(capability: int, shape: TileShape, dim: int, **flags: bool) -> None:
-    """Compile it for tiles of a shape, with heads of a size."""
+    """Compile the kernel for a tile shape and a head size."""
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(),
         "BLOCK_SIZE": 16, "QUERIES": shape.queries, "KEYS": shape.keys,
@@ -59,7 +59,7 @@ def compile_attention(capability: int, shape: TileShape, dim: int, **flags: bool
 
 
 def compile_all(capability: int) -> None:
-    """Compile what a device of this compute capability is given."""
+    """Compile the variants for a device of this compute capability."""
     shared = LARGEST_SHARED[capability]
     # The widest heads take the most memory; 80 are padded, and 128 are not.
     for dim in (80, 256):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for all tests of what computes tokens."""
+"""Tiny checkpoints for all tests of models and engines."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tiny tensors gain nothing from more, and threads that wait for a busy core lose much."""
+    """More threads do not speed up tiny tensors, and waiting for a busy core is slow."""
     if torch := sys.modules.get("torch"):  # quick tests of this package have none
         torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def driver() -> "Callable[..., Driver]":
 
 @pytest.fixture
 def prompt() -> Callable[[int], list[int]]:
-    """Return a function that makes a prompt of so many tokens, the same for the same length."""
+    """Return a function that creates a deterministic prompt of a given length."""
 
     def make(length: int) -> list[int]:
         source = random.Random(length)
@@ -64,7 +64,7 @@ def prompt() -> Callable[[int], list[int]]:
 
 @pytest.fixture
 def as_kind() -> "Iterator[Callable[[str], None]]":
-    """Return a function that takes this processor for one of another kind."""
+    """Return a function that simulates another kind of processor."""
     from engine.kernels.processor import VARIABLE, kind  # imports torch
 
     with pytest.MonkeyPatch.context() as patching:
@@ -79,13 +79,13 @@ def as_kind() -> "Iterator[Callable[[str], None]]":
 
 @pytest.fixture
 def as_zen4(as_kind: Callable[[str], None]) -> None:
-    """Take this processor for the kind whose kernels add pairs of bfloat16."""
+    """Simulate the kind of processor whose kernels add pairs of bfloat16."""
     as_kind("amd-avx512-bf16")
 
 
 @pytest.fixture
 def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A processor with AVX2 alone, on which 16-bit weights lie in blocks; more may be patched."""
+    """A simulated processor with only AVX2, which stores 16-bit weights in blocks."""
     from tests.engine.avx2_alone import pretend
 
     with monkeypatch.context() as patching:
@@ -95,7 +95,7 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def inference() -> Iterator[None]:
-    """The same random numbers in every test, and no gradients."""
+    """Seed the random numbers of every test, and disable gradients."""
     import torch  # quick tests of this package have none
 
     torch.manual_seed(0)

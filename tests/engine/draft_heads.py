@@ -1,4 +1,4 @@
-"""Random draft heads for tiny models, as they are published, and what their formulas say."""
+"""Random draft heads for tiny models in published formats, and reference formulas."""
 
 import json
 from pathlib import Path
@@ -85,14 +85,14 @@ class Eagle3(torch.nn.Module):
 
 
 class Reference:
-    """A saved head with the model that it is for."""
+    """A saved head with its target model."""
 
     def __init__(self, target: Checkpoint, directory: Path) -> None:
         self.directory = directory
         self.target = target
 
     def states(self, token_ids: list[int]) -> torch.Tensor:
-        """Return what the head takes of each of these tokens, [tokens, hidden]."""
+        """Return the head's input embeddings of these tokens, [tokens, hidden]."""
         raise NotImplementedError
 
     def compute(
@@ -105,10 +105,10 @@ class Reference:
     def drafts(
         self, token_ids: list[int], count: int, bias: dict[int, float] | None = None
     ) -> tuple[list[int], torch.Tensor]:
-        """Return the likeliest tokens after these by the head alone, and the first's logits.
+        """Return the head's greedy continuation of these tokens, and the first token's logits.
 
         Args:
-            bias: is added to the logits of some tokens.
+            bias: added to the logits of some tokens.
         """
         states = self.states(token_ids)[:-1]
         tokens, drafted, first = torch.tensor(token_ids[1:]), list[int](), torch.zeros(0)
@@ -224,7 +224,7 @@ def save_eagle3(
 
 
 class MtpReference(Reference):
-    """A checkpoint whose last layer is for multi-token prediction."""
+    """A checkpoint whose last layer is a multi-token prediction layer."""
 
     def __init__(
         self, target: Checkpoint, layer: Any, parts: dict[str, torch.Tensor], *, normed: bool
@@ -264,12 +264,12 @@ class MtpReference(Reference):
 def save_mtp(
     name: str, directory: Path, *, normed: bool, own_head: bool = True, copies: bool = True
 ) -> MtpReference:
-    """Write a tiny model whose last layer is for multi-token prediction, as checkpoints have it.
+    """Write a tiny model whose last layer is a multi-token prediction layer.
 
     Args:
         normed: whether the layer goes on from its own state normalized.
-        own_head: whether it has an LM head of its own, and not the model's.
-        copies: whether the checkpoint stores what it shares with the model a second time.
+        own_head: whether it has its own LM head instead of the model's.
+        copies: whether the checkpoint stores a second copy of tensors shared with the model.
     """
     saved = save_tiny_model(name, directory, seed=5)
     model, config = saved.reference.model, directory / "config.json"
@@ -302,28 +302,28 @@ _MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 class Proposal(NamedTuple):
-    """Tokens that were proposed after others, all of one sequence."""
+    """Tokens proposed after a prefix of one sequence."""
 
     after: list[int]
     drafted: list[int]
 
 
 class Proposals:
-    """All that heads proposed in this test."""
+    """All proposals of heads in this test."""
 
     def __init__(self) -> None:
         self.made: list[Proposal] = []
         self.logits: list[torch.Tensor] = []
 
     def check(self, reference: Reference, bias: dict[int, float] | None = None) -> None:
-        """Compare some of them with what the formula makes of the sequence alone."""
+        """Compare some of them with the formula applied to the sequence alone."""
         assert self.made
         for after, drafted in self.made[:: 1 + len(self.made) // 40]:
             assert reference.drafts(after, len(drafted), bias)[0] == drafted, len(after)
 
 
 def note_proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
-    """Notes what heads propose from now on."""
+    """Record the proposals of heads from now on."""
     found = Proposals()
     propose, predict = HeadDrafts.propose, DraftHead.predict
 
@@ -345,7 +345,7 @@ def note_proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
 
 
 def greedy_requests(bias: dict[int, float]) -> list[AddRequest]:
-    """Return prompts of 9 to 109 tokens, some of which begin alike."""
+    """Return prompts of 9 to 109 tokens, some with common prefixes."""
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 25, "logit_bias": bias}
     return [
         request(id, (SOME_TEXT * 3)[: 9 + 14 * id] + [id] * (id % 3), **sampling) for id in range(8)

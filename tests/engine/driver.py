@@ -1,4 +1,4 @@
-"""Plays scheduler for whatever runs batch plans."""
+"""Simulates a scheduler for anything that runs batch plans."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 
 
 class Driver:
-    """Hands out blocks in random order, builds plans, and keeps what each slot should hold."""
+    """Allocates blocks in random order, builds plans, and tracks the tokens of each slot."""
 
     def __init__(self, runner: Any, num_blocks: int = NUM_BLOCKS) -> None:
         self.runner = runner
@@ -45,9 +45,9 @@ class Driver:
         self._step = 0
         self._adapter_of: dict[int, int] = {}
         self.adapters: dict[int, str] = {}
-        """What the next plan puts into slots of adapters."""
+        """Adapters that the next plan loads into adapter slots."""
         self.encoded: list[EncoderInput] = []
-        """What the next plan encodes."""
+        """Encoder inputs of the next plan."""
 
     def start(
         self,
@@ -60,7 +60,7 @@ class Driver:
         cached_blocks: list[int] | None = None,
         images: Sequence[EncoderInput] = (),
     ) -> None:
-        """Let a sequence take a slot, with its first tokens in blocks that are filled already."""
+        """Start a sequence in a slot, with its first tokens in blocks that are already filled."""
         prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         shown = [slot_image(each) for each in images]
         self._starting.append(
@@ -75,7 +75,7 @@ class Driver:
             self._append(slot, 0, self.blocks[slot])
 
     def plan(self, rows: dict[int, int]) -> BatchPlan:
-        """Return a plan that computes so many tokens of each slot, in the order given."""
+        """Return a plan that computes this many tokens of each slot, in the given order."""
         starts = [self.computed[slot] for slot in rows]
         for (slot, count), start in zip(rows.items(), starts, strict=True):
             first = len(self.blocks[slot])
@@ -102,7 +102,7 @@ class Driver:
         return plan
 
     def _append(self, slot: int, first: int, blocks: list[int]) -> None:
-        """Give a slot blocks: of each number one in each group of layers."""
+        """Assign blocks to a slot: each number stands for one block per layer group."""
         count = self._num_groups
         self._new_blocks += [
             SlotBlocks(slot, first, [count * block + group for block in blocks], group)
@@ -192,7 +192,7 @@ def load_driver(
 
 
 def _num_groups(runner: Any) -> int:
-    """Return how many groups of layers have blocks of their own."""
+    """Return the number of layer groups with separate blocks."""
     if isinstance(runner, ModelRunner):
         return len(runner.model.spec.cache_groups.windows)
     executor = getattr(runner, "executor", None)

@@ -1,4 +1,4 @@
-"""Tiny random models of whatever causal language model transformers knows."""
+"""Tiny random models of every causal language model type in transformers."""
 
 import inspect
 from pathlib import Path
@@ -85,7 +85,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
 }
-"""What some types of models lack by default."""
+"""Required settings without a default in some model types."""
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -98,7 +98,7 @@ def known_fields(config_class: Any) -> set[str]:
 
 
 def tiny_settings(model_type: str) -> dict[str, Any]:
-    """Return small sizes, wherever a configuration has such."""
+    """Return small values for all sizes of a configuration."""
     config_class = CONFIG_MAPPING[model_type]
     known = known_fields(config_class)
     names = {getattr(config_class, "attribute_map", {}).get(name, name) for name in _SIZES}
@@ -118,21 +118,21 @@ def tiny_config(model_type: str, **settings: Any) -> Any:
 
 
 def drop_special_tokens(config: Any) -> None:
-    """Take out tokens that a small vocabulary does not have."""
+    """Remove token ids outside a small vocabulary."""
     for name in _SPECIAL:
         token = getattr(config, name, None)
         if token is None or (isinstance(token, int) and token < VOCAB_SIZE):
             continue
         try:
             setattr(config, name, None)
-        except Exception:  # some insist on a number
+        except Exception:  # some classes require a number
             setattr(config, name, 0)
 
 
 def save_fallback_model(
     model_type: str, directory: Path, seed: int = 1, **settings: Any
 ) -> Checkpoint:
-    """Write a tiny random model of a type of transformers."""
+    """Write a tiny random model of a transformers model type."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

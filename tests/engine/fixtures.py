@@ -1,4 +1,4 @@
-"""What the fixtures of conftest.py are, for annotations."""
+"""Types of the fixtures in conftest.py."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +12,6 @@ SaveModel: TypeAlias = "Callable[..., Checkpoint]"
 LoadDriver: TypeAlias = "Callable[..., Driver]"
 """Loads a model directory into a fresh runner."""
 AsKind: TypeAlias = Callable[[str], None]
-"""Takes this processor for one of another kind."""
+"""Simulates another kind of processor."""
 MakePrompt: TypeAlias = Callable[[int], list[int]]
-"""Makes a prompt of so many tokens."""
+"""Creates a prompt of the given length."""

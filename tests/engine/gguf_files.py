@@ -70,7 +70,7 @@ _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def byte_tokens() -> list[str]:
-    """Return the characters that byte-level tokenizers write for the 256 bytes."""
+    """Return the characters that represent the 256 bytes in byte-level tokenizers."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) for byte in shown] + [chr(256 + i) for i in range(len(hidden))]
@@ -84,12 +84,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     divisors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a saved model as a GGUF file; return its tensors as the file gives them back.
+    """Write a saved model as a GGUF file; return its tensors as read back from the file.
 
     Args:
         source: a directory with one safetensors file, whose names are kept in what is returned.
-        kind: how matrices are stored; all else is in float32.
-        metadata: keys beside those of the model's config.
+        kind: storage type of matrices; other tensors are in float32.
+        metadata: additional keys.
         divisors: of the frequencies of rotary positions.
     """
     config = json.loads((source / "config.json").read_text())

@@ -21,7 +21,7 @@ def encoder_input(
     width: int | None = None,
     digest: bytes | None = None,
 ) -> EncoderInput:
-    """Return an image of noise at a place in a prompt, a square unless a width is given."""
+    """Return a noise image at a prompt position, square unless a width is given."""
     width = width or side
     pixels = noise(seed, side, width)
     digest = digest or hashlib.blake2b(pixels, digest_size=16).digest()

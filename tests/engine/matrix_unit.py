@@ -1,4 +1,4 @@
-"""A matrix unit in software, for kernels of tiles on processors that have none.
+"""A software matrix unit, for tile kernels on processors without one.
 
 Instructions of tiles become calls of functions here. They do what Intel's reference says, but for
 the order in which a multiplication adds up.
@@ -90,7 +90,7 @@ _FUNCTIONS = {
 
 
 def _call(builder: Any, name: str, _result: Any, *arguments: Any) -> None:
-    """Call the function in place of an instruction."""
+    """Replace an instruction by a call of the function."""
     address = ctypes.cast(_FUNCTIONS[name], ctypes.c_void_p).value
     kind = ir.FunctionType(VOID, [I64] * len(arguments)).as_pointer()
     wide = [
@@ -102,6 +102,6 @@ def _call(builder: Any, name: str, _result: Any, *arguments: Any) -> None:
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have kernels that are compiled from now on use the unit in software; none is kept."""
+    """Make newly compiled kernels use the software unit; they are not cached."""
     monkeypatch.setattr(amx, "call", _call)
     monkeypatch.setattr(compiling, "_kept_directory", lambda: None)

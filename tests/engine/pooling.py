@@ -1,4 +1,4 @@
-"""Engines that make vectors, in the test's own process, and the models that they are held to."""
+"""Pooling engines in the test process, and their reference models."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Processes that tests start once and then tell what to do, line by line."""
+"""Processes that tests start once and then control with one command per line."""
 
 import contextlib
 import json
@@ -36,10 +36,10 @@ class Process:
         assert self._process.stdout is not None
         self._told, self._answers = self._process.stdin, self._process.stdout
         self.was_missed = False
-        """Whether a test has failed because it had died."""
+        """Whether a test has failed because this process had died."""
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Ask for something without waiting for the answer."""
+        """Send a command without waiting for the answer."""
         self._told.write(json.dumps([name, *arguments]) + "\n")
         self._told.flush()
 
@@ -52,12 +52,12 @@ class Process:
         return answer
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Return what it answers when all went well."""
+        """Send a command and return its successful result."""
         self.tell(name, *arguments)
         return self.result()
 
     def result(self) -> Any:
-        """Return the oldest answer, which has to be a good one."""
+        """Return the oldest answer, which must be a success."""
         answer = self.answer()
         assert "ok" in answer, answer
         return answer["ok"]
@@ -67,20 +67,20 @@ class Process:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill it, as in a crash."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """End it and free the pipes."""
+        """Stop it and close the pipes."""
         self.kill()
-        with contextlib.suppress(BrokenPipeError):  # it had died before it read everything
+        with contextlib.suppress(BrokenPipeError):  # it died before reading everything
             self._told.close()
         self._answers.close()
 
 
 class World:
-    """Several processes; those killed are replaced when they are needed again."""
+    """Several processes; killed ones are replaced when needed again."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
@@ -89,7 +89,7 @@ class World:
         self.processes: list[Process] = []
 
     def take(self, count: int) -> list[Process]:
-        """Return so many processes that have no group."""
+        """Return this many processes without a group."""
         ended = [each for each in self.processes if each.has_ended]
         for each in ended:
             self.kill(each)
@@ -99,7 +99,7 @@ class World:
         return self.processes[:count]
 
     def kill(self, process: Process) -> None:
-        """End one like a crash."""
+        """Kill one, as in a crash."""
         self.processes.remove(process)
         process.kill()
         process.end()
@@ -108,7 +108,7 @@ class World:
         """Form a group, in rank order.
 
         Args:
-            timeouts: seconds after which they give it up, by rank, or one for all.
+            timeouts: group timeouts in seconds, by rank, or one for all.
         """
         self._topology += 1
         address, size = free_address(), len(processes)
@@ -119,7 +119,7 @@ class World:
             process.result()
 
     def all(self, processes: list[Process], name: str, *arguments: Any) -> list[Any]:
-        """Ask all the same at once; return their results by rank."""
+        """Send the same command to all at once; return the results by rank."""
         for process in processes:
             process.tell(name, *arguments)
         return [process.result() for process in processes]
@@ -131,19 +131,19 @@ class World:
 
 
 def free_address() -> str:
-    """Return an address on which nobody listens."""
+    """Return an address with a free port."""
     return f"127.0.0.1:{free_port()}"
 
 
 def answer_lines(
     member: object, refusals: Mapping[type[Exception], str], *, timed: bool = False
 ) -> None:
-    """Be such a process: answer each line of standard input by calling what it names.
+    """Serve commands: answer each line of standard input by calling the method it names.
 
     Args:
-        member: its methods are what can be asked for, with arguments and results of JSON.
-        refusals: errors that are answers too, by the word that the answer has for them.
-        timed: whether answers say how many seconds they took.
+        member: its methods are the commands; arguments and results are JSON.
+        refusals: errors returned as answers, by the key of the answer.
+        timed: whether answers include their duration in seconds.
     """
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -1,4 +1,4 @@
-"""Writes weights as GPTQ, AWQ and FP8 checkpoints have them, value by value."""
+"""Writes weights in GPTQ, AWQ and FP8 checkpoint formats."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ from engine.models.products.int4 import Int4Weights
 
 IntArray = NDArray[np.int64]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-"""Which column is in each of a word's places, from the lowest."""
+"""Column in each position of a packed word, from the lowest bits."""
 
 
 class Written(NamedTuple):
-    """Tensors of one weight by the last part of their names, and what they stand for."""
+    """Tensors of one weight by name suffix, and the dequantized weight."""
 
     parts: dict[str, Tensor]
     weight: Tensor
@@ -47,7 +47,7 @@ def _weight(
 
 
 def dense(weights: Int4Weights) -> Tensor:
-    """Return what codes of 4 bits stand for: [out, in], float32."""
+    """Dequantize 4-bit codes: [out, in], float32."""
     grouped = weights.codes.float().view(*weights.scales.shape, -1)
     return ((grouped - weights.zeros.unsqueeze(2)) * weights.scales.unsqueeze(2)).flatten(1)
 

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends: what may come, and what becomes of it when somebody leaves."""
+"""Weights sent by a trainer: accepted messages, and peers that disconnect."""
 
 import threading
 from datetime import timedelta
@@ -41,13 +41,13 @@ def test_what_cannot_come_is_refused_by_name(
 
 
 def accepted(tensors: TensorFiles) -> None:
-    """Take whatever has an "a"."""
+    """Accept every name that contains an "a"."""
     if "a" not in tensors.shapes:
         raise CannotDo("a is missing")
 
 
 class Pair:
-    """An engine's end and a trainer that has met it."""
+    """An engine's endpoint and a trainer connected to it."""
 
     def __init__(self) -> None:
         self.transfer = WeightTransfer(CPU, 20, accepted)

@@ -75,7 +75,7 @@ def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
 def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> None:
     scheduling = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1, async_scheduling=overlap)
     config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
-    clock = itertools.count()  # a second passes between any two looks at it
+    clock = itertools.count()  # advances by a second per call
     executor = CheckedExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1, now=lambda: float(next(clock)))
     core.front_end_joined(0, 100)
@@ -264,7 +264,7 @@ def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
 
 
 class HoldUntil:
-    """An admission policy that holds prefills before a step of its own count."""
+    """An admission policy that holds prefills before a given number of its steps."""
 
     exchanges = False
 
@@ -293,7 +293,7 @@ def test_the_admission_policy_sees_this_rank_and_decides() -> None:
 
 
 class BreakingExecutor(CheckedExecutor):
-    """Loses its group in some of its steps, before anything has been computed."""
+    """Loses its group in some steps, before anything is computed."""
 
     def __init__(self, breaks_at: set[int]) -> None:
         super().__init__(CONFIG)
@@ -314,7 +314,7 @@ def member(executor: SimulatedExecutor, admission: HoldUntil | None = None) -> E
 
 
 def step_together(core: EngineCore, number: int, loads: Sequence[RankState] = ()) -> CoreStep:
-    """Take a step of the group to its end; give it up if the group is lost."""
+    """Complete a group step; abandon it if the group is lost."""
     try:
         core.steps.launch_together(number, loads)
         return core.land_together()
@@ -385,7 +385,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
         said = core.stats().alone
         try:
             own = core.steps.rank_state(1000)
-            # A gather has the loads of all ranks, whether the policy looks at them or not.
+            # A gather contains the loads of all ranks, even if the policy ignores them.
             gathers = exchanges or number % 4 == 0
             step_together(core, number, (own, other) if gathers else ())
         except GroupBroken:

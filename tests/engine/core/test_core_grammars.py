@@ -1,4 +1,4 @@
-"""Requests with grammars in an engine: they wait without blocking, follow, and leave nothing."""
+"""Requests with grammars in an engine: non-blocking compilation, conformance, cleanup."""
 
 import json
 import random
@@ -46,7 +46,7 @@ WORDS = RegexGrammar("[a-z]{2,9}( [a-z]{2,9}){2,5}")
 
 
 class Engine:
-    """A core over a checking simulated executor, and what its requests were given."""
+    """A core with a checking simulated executor, and the outputs of its requests."""
 
     def __init__(self, *, overlap: bool = False, blocks: int = 64, **scheduling: Any) -> None:
         limits = {"max_num_seqs": 6, "max_num_batched_tokens": 24} | scheduling
@@ -99,7 +99,7 @@ class Engine:
                 self.last[output.id] = output
 
     def wait(self) -> None:
-        """Wait until a grammar is settled, as an engine's loop does on its inbox."""
+        """Wait until a grammar is compiled or has failed, like an engine's loop on its inbox."""
         assert self.settled.wait(60)
         self.settled.clear()
         self.core.handle(PrerequisitesSettled())
@@ -137,7 +137,7 @@ def make() -> Iterator[Any]:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Compilations wait until the event is set."""
+    """Block compilations until the event is set."""
     go_on = threading.Event()
     original = GrammarCompiler.new_matcher
 
@@ -172,7 +172,7 @@ def test_a_request_whose_grammar_finds_no_room_may_come_again(
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_answers_come_to_no_dead_end_of_their_schema(make: Any, drafts: int) -> None:
-    """Not with draft tokens either, which are looked at ahead of what has been drawn."""
+    """Nor with draft tokens, which are checked before they are sampled."""
     schema = {
         "type": "object",
         "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -370,7 +370,7 @@ def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that compiled, in order."""
+    """Records the names of the compiling threads, in order."""
     names: list[str] = []
     original = GrammarCompiler.new_matcher
 
@@ -501,7 +501,7 @@ def test_a_request_that_rules_out_what_its_grammar_allows_is_told_by_which_field
 
 
 class SlowMasks:
-    """Masks of one grammar that take as long as is wanted."""
+    """Masks of one grammar that take a controlled time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: GrammarSpec) -> None:
         self.release = threading.Event()

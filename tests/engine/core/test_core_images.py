@@ -1,4 +1,4 @@
-"""Engines say whether they take images, and end requests with wrong ones alone."""
+"""Engines report image support, and fail only the requests with invalid images."""
 
 from msgspec.structs import replace
 
@@ -46,7 +46,7 @@ def test_a_wrong_image_ends_its_request_and_no_other() -> None:
 
 
 def by_digest(request: AddRequest) -> AddRequest:
-    """Return the request as it is sent to an engine that has its images."""
+    """Return the request as sent to an engine that already has its images."""
     images = [replace(each, pixels=b"") for each in request.encoder_inputs]
     return replace(request, encoder_inputs=images)
 

@@ -1,4 +1,4 @@
-"""Steps that are planned while the one before runs."""
+"""Steps that are planned while the previous one runs."""
 
 import logging
 
@@ -26,7 +26,7 @@ def config(overlap: bool) -> EngineConfig:
 
 
 class WatchedExecutor:
-    """Notes what is submitted and whose result is fetched; can fail in one step."""
+    """Records submitted steps and fetched results; can fail in one step."""
 
     def __init__(self, settings: EngineConfig, fails_in: int = -1) -> None:
         self._executor = CheckedExecutor(settings, vocab_size=40, eos_token_ids=(0,))

@@ -1,4 +1,4 @@
-"""Steps of a pipeline: several in flight, no sequence twice unless its token is known in time."""
+"""Pipelined steps: several in flight, and no sequence in two unless its token is known."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.checked_executor import CheckedExecutor
 
 
 class WatchedExecutor(CheckedExecutor):
-    """Checks in which steps each slot is, and keeps the rows of all steps."""
+    """Checks which steps contain each slot, and records the rows of all steps."""
 
     def __init__(self, settings: EngineConfig) -> None:
         super().__init__(

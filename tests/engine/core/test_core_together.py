@@ -1,4 +1,4 @@
-"""Steps of a lockstep group of which one is launched while another runs."""
+"""Lockstep group steps that are launched while the previous one runs."""
 
 import pytest
 
@@ -18,7 +18,7 @@ CONFIG = EngineConfig(
 
 
 class Later:
-    """A step that is computed when its result is wanted, as one in another thread may be."""
+    """A step that is computed when its result is fetched, as if in another thread."""
 
     def __init__(self, executor: "LateExecutor", plan: BatchPlan) -> None:
         self._executor = executor
@@ -34,7 +34,7 @@ class Later:
 
 
 class LateExecutor(CheckedExecutor):
-    """Computes steps late; from one of them on they fail, until there is another group."""
+    """Computes steps lazily; from a given step on they fail, until a new group is formed."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -77,7 +77,7 @@ class Member:
             self._take(said.outputs)
 
     def finish(self, in_flight: int = 2) -> None:
-        """Step until nothing is left, with so many steps launched before the first lands."""
+        """Step until idle, with this many steps launched before the first completes."""
         while self.core.needs_steps:
             self.launch()
             if len(self.core.steps._in_flight) == in_flight:
@@ -103,7 +103,7 @@ def member() -> Member:
 def test_nothing_is_launched_for_a_last_token_in_flight(member: Member) -> None:
     member.core.handle(request(max_tokens=3))
     member.finish()
-    # Two steps of prefill, of which the second draws, and two that decode.
+    # Two prefill steps, the second of which samples, and two decode steps.
     assert [plan.num_tokens for plan in member.executor.plans] == [16, 4, 1, 1]
     assert len(member.tokens) == 3
     assert member.core.stats().counters.dummy_steps == 0

@@ -1,4 +1,4 @@
-"""Whole engines whose layers slide: tokens are those of an engine that frees no blocks."""
+"""Engines with sliding-window layers generate the same tokens as without freeing blocks."""
 
 import random
 from pathlib import Path
@@ -38,7 +38,7 @@ def settings(directory: Path, num_blocks: int, drafts: int = 0) -> EngineConfig:
 
 
 def streams() -> list[AddRequest]:
-    """Half of them begin like others, with up to 72 tokens."""
+    """Half of them share a prefix of up to 72 tokens with others."""
     rng = random.Random(3)
     families = [[rng.randrange(200) for _ in range(72)] for _ in range(6)]
     requests = []
@@ -51,7 +51,7 @@ def streams() -> list[AddRequest]:
 
 
 def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
-    """Run all streams, three a step, with integrity checked in each; some are aborted."""
+    """Run all streams, adding three per step and checking integrity; some are aborted."""
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
@@ -131,7 +131,7 @@ def after_8192_tokens(directory: Path, num_blocks: int) -> tuple[list[int], list
     """Serve a prompt of 8,192 tokens and 40 more.
 
     Returns:
-        The tokens, the blocks in use after each step, and how many blocks there are.
+        The tokens, the blocks in use after each step, and the total number of blocks.
     """
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype="float32", max_model_len=8240, device="cpu"),
@@ -161,7 +161,7 @@ def test_five_of_six_layers_that_slide_take_the_blocks_of_their_window(
     assert num_blocks == 6 * 182
     # After the prompt the next token attends to what follows position 7680, from block 480 on.
     assert used[8192 // 512 - 1] == 512 + 5 * (512 - 480)
-    # Each planned step has its blocks in advance, as of a prompt's chunks.
+    # Each planned step allocates its blocks in advance, like prompt chunks.
     in_advance = 2 * (512 + 1)
     assert max(used) <= 515 + 5 * (-(-(511 + in_advance) // 16) + 1)
     monkeypatch.setattr(loading, "_cache_groups", lambda *_: CacheGroups())

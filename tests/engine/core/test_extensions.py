@@ -1,4 +1,4 @@
-"""Functions of packages that operators may call in engines."""
+"""Functions of installed packages that operators can call in engines."""
 
 import json
 from pathlib import Path

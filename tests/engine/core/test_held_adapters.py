@@ -1,4 +1,4 @@
-"""An engine has the adapters of the cluster's sheet, and those that its requests still use."""
+"""An engine holds the adapters of the cluster's list, and those still used by requests."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from tests.support.adapter_files import write_adapter
 
 
 class Engine:
-    """A core whose adapters are in a directory of the test's own."""
+    """A core with adapters in a temporary directory."""
 
     def __init__(self, root: Path, **lora: Any) -> None:
         settings = {"enable_lora": True, "max_loras": 2, "lora_dir": str(root), **lora}
@@ -50,7 +50,7 @@ class Engine:
         self.config = config
 
     def take(self, revision: int, *entries: AdapterEntry) -> dict[int, HeldAdapter]:
-        """Take a sheet to its end; return what was reported last, by serial."""
+        """Apply an adapter list completely; return the last reports, by serial."""
         self.core.adapters.take(AdapterSheet(revision, list(entries)))
         self.core.adapters.wait()
         return {each.serial: each for each in self.reports[-1]}

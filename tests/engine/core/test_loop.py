@@ -1,4 +1,4 @@
-"""What the loop of an engine that steps alone does, turn by turn."""
+"""The loop of an engine outside a lockstep group, one iteration at a time."""
 
 from queue import SimpleQueue
 
@@ -40,10 +40,10 @@ DRAIN_TIMEOUT = 30.0
 
 
 class Loop(EngineLoop):
-    """Takes its steps when a test says so."""
+    """Runs steps when the test allows it."""
 
     computing: int | None = None
-    """Tokens of the step that is to be taken."""
+    """Tokens of the next step."""
     settled = 0.0
 
     def compute(self, tokens: int) -> None:
@@ -54,14 +54,14 @@ class Loop(EngineLoop):
 
 
 class Engine:
-    """A core with one front end, its loop, and what these have to say."""
+    """A core with one front end, its loop, and their messages."""
 
     def __init__(self) -> None:
         executor = SimulatedExecutor(CONFIG, vocab_size=100, timing="virtual")
         self.core = EngineCore(CONFIG, executor, rank=1, incarnation=5)
         self.now = 0.0
         self.said: list[tuple[int, int]] = []
-        """Waiting and running sequences of each stats that was told since the last turn."""
+        """Waiting and running sequences in each stats message since the last iteration."""
         self.refused = 0
         self.loop = Loop(
             self.core,
@@ -85,7 +85,7 @@ class Engine:
         self.refused += 1
 
     def turn(self, now: float, *items: InboxItem) -> int | None:
-        """Take a turn; return the tokens of the step that it wants to take, if any."""
+        """Run one iteration; return the tokens of the requested step, if any."""
         self.now, self.said, self.loop.computing = now, [], None
         self.loop.turn(items)
         return self.loop.computing

@@ -1,4 +1,4 @@
-"""What an engine says goes out at once, from any thread, and stats are never lost."""
+"""Engine messages are sent at once, from any thread, and stats are never lost."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ def received(pull: Pull, kind: type) -> object:
 
 
 def wake_ups(sender: Sender) -> int:
-    """How often its thread has gone to sleep, by the kernel's count."""
+    """Return the number of voluntary context switches of its thread."""
     status = Path(f"/proc/self/task/{sender._thread.native_id}/status").read_text()
     (line,) = [each for each in status.splitlines() if each.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])

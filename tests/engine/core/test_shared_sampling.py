@@ -1,4 +1,4 @@
-"""Sequences of one request hold its long lists once."""
+"""Sequences of one request share its long lists."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LISTS: dict[str, Any] = {
 
 
 def arrived(id: int, front_end: int = 0, **sampling: Any) -> AddRequest:
-    """Return a message as it comes out of a decoder: sharing nothing with any other."""
+    """Return a freshly decoded message, which shares no objects with others."""
     params = SamplingParams(max_tokens=5, seed=id, **sampling)
     message = AddRequest(id, str(id), front_end, 0, [1, 2], params)
     return msgspec.msgpack.decode(encode(message), type=AddRequest)

@@ -1,4 +1,4 @@
-"""Front ends are told which KV blocks an engine holds: when they ask, and something has changed."""
+"""Front ends that query an engine's KV blocks get a reply if the blocks have changed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Utilities: pausing, sleeping and profiling an engine, and what can be wrong with a call."""
+"""Utilities: pausing, sleeping and profiling an engine, and invalid calls."""
 
 import logging
 import time
@@ -34,14 +34,14 @@ from tests.support.waiting import PATIENCE
 
 
 class Executor(CheckedExecutor):
-    """Notes what operators had it do; what `refuses` names raises."""
+    """Records operator calls; those in `refuses` raise."""
 
     def __init__(self, config: EngineConfig, pooling: PoolingSpec | None) -> None:
         super().__init__(config, pooling=pooling)
         self.calls: list[object] = []
         self.refuses: dict[str, Exception] = {}
         self.takes = 0.0
-        """Seconds that falling asleep and waking up take."""
+        """Duration in seconds of falling asleep and of waking up."""
 
     def _note(self, name: str, *arguments: object) -> None:
         self.calls.append((name, *arguments))
@@ -401,8 +401,8 @@ def test_an_engine_counts_how_often_it_slept_and_how_long_that_took_it(engine: E
     engine.call("sleep", {"level": 1})
     for tags in ("weights", "kv_cache"):
         engine.call("wake_up", {"tags": tags})
-    engine.call("wake_up")  # there is nothing to have back
-    engine.call("sleep", {"level": 0})  # nothing is given back
+    engine.call("wake_up")  # nothing to restore
+    engine.call("sleep", {"level": 0})  # no memory is released
     counters = engine.core.stats().counters
     assert (counters.sleeps, counters.wake_ups) == (1, 2)
     assert 0.05 <= counters.sleep_seconds < PATIENCE

@@ -1,4 +1,4 @@
-"""An engine whose step does not end ends itself; one that is only busy does not."""
+"""An engine exits if a step hangs, but not if it is only busy."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Random requests for an engine core, some of which are aborted, and all that becomes of them."""
+"""Random requests for an engine core, some of them aborted, and their results."""
 
 import random
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 
 
 class Served(NamedTuple):
-    """What all requests got."""
+    """Results of all requests."""
 
     tokens: dict[int, list[int]]
     ends: dict[int, str | None]
-    """Why each ended; `abort` for those that had enough."""
+    """Finish reasons; `abort` for requests aborted after enough tokens."""
     preemptions: int
 
 
 def request(id: int, length: int, max_tokens: int, *, ignore_eos: bool = True) -> AddRequest:
-    """Return a seeded request; prompts of all odd ids begin alike, and those of all even ones."""
+    """Return a seeded request; all odd ids share a prompt prefix, and so do all even ones."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=id, ignore_eos=ignore_eos)
     prompt = [1 + (id % 2 + i) % 39 for i in range(length)]
     return AddRequest(id, f"request-{id}", 0, 0, prompt, sampling)
@@ -43,7 +43,7 @@ def serve(core: EngineCore, seed: int, num_requests: int) -> Served:
             if output.finish_reason is not None:
                 ends[output.id] = output.finish_reason
             elif len(tokens[output.id]) >= enough.get(output.id, 1000):
-                # Accepted drafts may bring more at once.
+                # Accepted drafts can add several tokens at once.
                 tokens[output.id] = tokens[output.id][: enough[output.id]]
                 core.handle(AbortRequests([output.id]))
                 ends[output.id] = "abort"

@@ -1,4 +1,4 @@
-"""Processes that form groups."""
+"""Fixtures of processes that form groups."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ from tests.engine.processes import World
 
 @pytest.fixture(scope="module", params=["processor", "device"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Members of groups that exchange integers and tensors: of processors, and of devices.
+    """Group members that exchange integers and tensors, on CPUs and on devices.
 
-    There are no such devices: see `strict_device`.
+    The devices are simulated: see `strict_device`.
     """
     made = World("tests.engine.distributed.member", request.param)
     yield made

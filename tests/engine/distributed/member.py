@@ -1,6 +1,6 @@
-"""A process that joins groups as it is told: one JSON list [name, *arguments] a line.
+"""A process that joins groups on command: one JSON list [name, *arguments] per line.
 
-With the argument `device` its tensors count as being on a device (`strict_device`).
+With the argument `device`, its tensors are on a simulated device (`strict_device`).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tests.engine.processes import answer_lines
 
 
 class Member:
-    """What can be asked of it; answers are JSON too."""
+    """The commands; results are JSON."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +48,7 @@ class Member:
         """Return the name and the scheduling policy of each thread."""
         found = []
         for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the thread has exited
                 name = (thread / "comm").read_text().strip()
                 found.append((name, os.sched_getscheduler(int(thread.name))))
         return found
@@ -141,7 +141,7 @@ class Member:
         return [right, list(layer.share), balance.imbalance, balance.moved_layers]
 
     def join_engines(self, addresses: list[str], rank: int, engines: int, shards: int) -> None:
-        """Be one process of an engine, connected to its own and to those of the others."""
+        """Act as one process of an engine, connected to its peers and to other engines."""
         engine, shard = divmod(rank, shards)
         self.join_grid(addresses[0], rank, engines, shards)
         spec = GroupSpec(addresses[1], engine, engines, 4, 20.0)
@@ -153,7 +153,7 @@ class Member:
     def sharded_experts(self, num_tokens: int, base: int) -> bool:
         """Run a layer of 6 experts as `experts` does, in a step of engines of several processes.
 
-        What each makes of its part of the tokens is summed over its engine.
+        Partial results are summed over the processes of an engine.
         """
         assert self.grid is not None
         group, own = self.engines.processes, self.grid.shards
@@ -186,7 +186,7 @@ class Member:
         self.close_grid()
 
     def vocabulary(self) -> list[list[float]]:
-        """Embed tokens with a table that is cut, and score the states with it."""
+        """Embed tokens with a sharded table, and compute logits with it."""
         group = self._group()
         part = part_of(7, group.rank, group.size)
         table = torch.arange(14.0, device=self.device).view(7, 2)[part].contiguous()
@@ -196,13 +196,13 @@ class Member:
         return [states.tolist(), logits.tolist()]
 
     def join_grid(self, address: str, rank: int, stages: int, shards: int) -> None:
-        """Be one of a grid; ranks count the shards of the first stage first."""
+        """Join a grid; ranks enumerate the shards of the first stage first."""
         spec = GroupSpec(address, rank, stages * shards, 0, 20.0)
         self.stage = rank // shards
         self.grid = join_grid(spec, (stages, shards), divmod(rank, shards), self.device)
 
     def pass_on(self, stages: int, values: list[float]) -> list[float]:
-        """Send two tensors through all stages, each of which adds one and sums over its shards."""
+        """Send two tensors through all stages; each adds one and sums over its shards."""
         assert self.grid is not None
         stage, grid = self.stage, self.grid
         arriving = []
@@ -230,7 +230,7 @@ class Member:
         return self.device != CPU
 
     def mixes(self) -> str:
-        """Return how a sum over the processor's and the device's tensors is refused, if it is."""
+        """Return the error of a sum over CPU and device tensors, if any."""
         try:
             self._group().all_reduce(torch.ones(1))
             torch.ones(2) + torch.ones(2, device=self.device)
@@ -249,7 +249,7 @@ class Member:
         return self.group is not None
 
     def left(self) -> list[int]:
-        """Threads and sockets of this process."""
+        """Return the numbers of threads and sockets of this process."""
         links = []
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # it has been closed meanwhile

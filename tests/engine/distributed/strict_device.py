@@ -1,4 +1,4 @@
-"""A device that there is not: tensors that count as being on it, and connections for them alone.
+"""A simulated device: tensors that claim to be on it, with separate connections for them.
 
 It is as strict as CUDA and NCCL are, on a machine without either: tensors of the device and of the
 processor do not mix, and whatever travels over the wrong connections is refused. It is stricter
@@ -24,11 +24,11 @@ from engine.executor import encoding, in_process, loading, worker
 from engine.shared.config import EngineConfig
 
 DEVICE = torch.device("cuda")
-"""What groups are told that the tensors are on, and what these say themselves."""
+"""Device type passed to groups, and reported by the tensors."""
 
 
 class _Current(threading.local):
-    """The number of a thread's current device, to which all goes that it launches."""
+    """Index of a thread's current device, on which it launches work."""
 
     number = 0
 
@@ -40,7 +40,7 @@ _current = _Current()
 
 
 class OnDevice(Tensor):
-    """A tensor that counts as being on a device, as does all that is computed from it."""
+    """A tensor that claims to be on a device, like every result computed from it."""
 
     number: int
 
@@ -71,7 +71,7 @@ _OF_PROCESSORS = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.pin_me
 
 
 def on_device(values: Tensor, where: object = DEVICE) -> Tensor:
-    """Return the same as a tensor of a device; without a number of the current one."""
+    """Mark a tensor as being on a device, by default the current one; shares its memory."""
     made = values.as_subclass(OnDevice)
     number = torch.device(cast("str", where)).index
     made.number = _current.number if number is None else number
@@ -79,7 +79,7 @@ def on_device(values: Tensor, where: object = DEVICE) -> Tensor:
 
 
 def plain(values: Tensor) -> Tensor:
-    """Return the same as a tensor of the processor."""
+    """Return the tensor as a plain CPU tensor; shares its memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return values.as_subclass(Tensor)
 
@@ -93,7 +93,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class _Placement(TorchFunctionMode):
-    """Puts tensors on the device that are made there or moved there."""
+    """Places tensors on the device that are created there or moved there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -118,7 +118,7 @@ def _is_device(where: object) -> bool:
 
 
 class StrictBackend:
-    """Connections over gloo for one kind of tensors, which refuse the other."""
+    """Gloo connections for one kind of tensor, which reject the other kind."""
 
     def __init__(self, inner: Backend, kind: type[Tensor], abort: Callable[[], None]) -> None:
         self._inner = inner
@@ -155,11 +155,11 @@ _MEMORY: dict[str, Callable[..., Any]] = {
     "set_device": _current.set,
     "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=4),
 }
-"""What torch says of eight devices that nothing fills."""
+"""torch's report of eight empty devices."""
 
 
 def install() -> None:
-    """Have this process's groups keep tensors of the device apart from those of the processor."""
+    """Make this process's groups reject mixing of device and CPU tensors."""
     gloo = backend.gloo_backend
 
     def of_processor(store: Store, spec: GroupSpec) -> Backend:
@@ -173,7 +173,7 @@ def install() -> None:
 
     backend.gloo_backend = of_processor
     backend.nccl_backend = of_device
-    # NCCL sees by itself that a member has left; gloo behind these connections can miss it.
+    # NCCL detects a lost member by itself; gloo behind these connections can miss it.
     Connections.is_watched = property(lambda _: True)  # type: ignore[method-assign,assignment]
     _Placement().__enter__()  # type: ignore[no-untyped-call]
     run = threading.Thread.run
@@ -188,9 +188,9 @@ def install() -> None:
 
 
 def replace_processors() -> None:
-    """Have this process's engines and workers compute on the device, whatever they are told.
+    """Make this process's engines and workers use the device, whatever their settings.
 
-    Those that are to do what only processors can stay where they are.
+    Features that need a CPU stay on the CPU.
     """
     for module in (encoding, in_process, worker):
         setattr(module, "take_device", _take_device)  # noqa: B010

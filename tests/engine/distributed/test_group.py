@@ -1,4 +1,4 @@
-"""Groups of processes: what they exchange, how they end, and what is left of them."""
+"""Process groups: communication, termination and cleanup."""
 
 import os
 import socket
@@ -14,8 +14,8 @@ from tests.engine.processes import Process, World, free_address
 from tests.support.waiting import until
 
 SHORT, LONG = 5.0, 200.0
-"""Seconds after which members give a group up: those who are to be waited for, and those who are
-seen to notice what happened long before."""
+"""Group timeouts in seconds: of members that others wait for, and of members that must
+detect a failure well before it."""
 
 
 def test_rows_of_all_ranks_arrive_in_rank_order(world: World) -> None:
@@ -174,7 +174,7 @@ def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world: W
         answer = process.answer()
         assert "lost the group" in answer["broken"]
         assert answer["seconds"] < SHORT + LONG / 2
-    # The others have cut their connections, so it does not wait for its own timeout.
+    # The others have closed their connections, so it does not wait for its own timeout.
     members[2].tell("all_reduce", [1.0])
     assert members[2].answer()["seconds"] < LONG / 2
 
@@ -205,7 +205,7 @@ def test_groups_come_and_go_in_one_process_and_leave_nothing(world: World) -> No
         world.all(members[:size], "close")
 
     def nothing_is_left() -> bool:
-        # Of the first group something may still have been ending when it was counted.
+        # Parts of the first group may still have been shutting down when counted.
         now = world.all(members, "left")
         return all(
             number <= then

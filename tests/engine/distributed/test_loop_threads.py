@@ -1,4 +1,4 @@
-"""Which threads give way to others."""
+"""Scheduling priorities of threads."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A worker process of an engine on a processor with AVX2 alone (`tests.engine.avx2_alone`)."""
+"""An engine's worker process on a simulated AVX2-only processor (`tests.engine.avx2_alone`)."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from engine.executor.worker_main import begin
 
 
 def main() -> int:
-    """Run it as `engine.executor.worker_main` does."""
+    """Run the worker like `engine.executor.worker_main`."""
     launch, lifeline = begin()
     from engine.executor.worker import run  # imports torch
     from tests.engine import avx2_alone

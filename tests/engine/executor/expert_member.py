@@ -1,6 +1,6 @@
-"""A process that is one engine of an expert-parallel group, told what to do line by line.
+"""A process that is one engine of an expert-parallel group, with one command per line.
 
-With the argument `device` it computes on a device that there is not (`strict_device`).
+With the argument `device`, it computes on a simulated device (`strict_device`).
 """
 
 import sys
@@ -32,7 +32,7 @@ from tests.engine.processes import answer_lines
 
 
 class Member:
-    """What can be asked of it; answers are JSON too."""
+    """The commands; results are JSON."""
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self.device = device
@@ -90,7 +90,7 @@ class Member:
         return [] if self.team is None else self.team.pids
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Run a step as an engine would; a plan that fails is kept, to be run again."""
+        """Run a step like an engine; a failed plan is kept for a retry."""
         self.failed = plan
         result = self.executor.submit(plan).result()
         self.failed = None
@@ -125,7 +125,7 @@ class Member:
         return [list(e.share) for e in experts if isinstance(e, SpreadExperts)]
 
     def balance(self) -> tuple[float | None, int]:
-        """Return what it knows of the load of experts, and how often layers were changed."""
+        """Return the measured expert load, and how often layers were rebalanced."""
         found = self.executor.expert_balance
         assert found is not None
         return found.imbalance, found.moved_layers
@@ -135,7 +135,7 @@ class Member:
         self.group = self.executor.join_group(spec, None)
 
     def retry(self) -> None:
-        """Run the step again that failed with the group before."""
+        """Retry the step that failed with the previous group."""
         assert self.failed is not None
         self.driver.take(self.failed, self.run(self.failed))
 
@@ -143,7 +143,7 @@ class Member:
         self.driver.start(slot, tokens)
 
     def steps(self, count: int, *slots: int) -> None:
-        """Compute whatever the slots have left, then one token each; nothing without slots."""
+        """Compute the slots' remaining tokens, then one token each; nothing without slots."""
         for _ in range(count):
             self.driver.step({s: self._left(s) for s in slots})
 
@@ -164,7 +164,7 @@ class Member:
         return self.executor._loaded.model
 
     def on_device(self) -> bool:
-        """Return whether its KV cache is on the device that there is not."""
+        """Return whether its KV cache is on the simulated device."""
         runner = self.executor._runner
         assert runner is not None
         return all(isinstance(layer, strict_device.OnDevice) for layer in runner._cache)

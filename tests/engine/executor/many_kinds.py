@@ -1,4 +1,4 @@
-"""Requests of all kinds, served at once by one engine, alone or in a group."""
+"""Requests of all kinds, served concurrently by one engine, alone or in a group."""
 
 import random
 from typing import Any, TypeAlias
@@ -22,15 +22,15 @@ CHORUS = RegexGrammar("(la, ){5}")
 Served: TypeAlias = tuple[
     dict[int, list[int]], dict[int, str], dict[int, list[tuple[int, list[int]]]]
 ]
-"""Tokens, ends and logprobs, as ranks and the most likely tokens, of each request."""
+"""Tokens, finish reasons and logprobs (ranks and most likely tokens) of each request."""
 
 
 def requests(
     vocab: int, *, grammars: bool = False, first_seed: int = 0, longest: int = 16
 ) -> list[AddRequest]:
-    """Return requests of all kinds; some begin alike, and together they do not fit the KV cache.
+    """Return requests of all kinds, some with common prefixes; together they exceed the KV cache.
 
-    Their seeds follow each other, and their answers have up to `longest` tokens.
+    Their seeds are consecutive, and their answers have up to `longest` tokens.
     """
     rng = random.Random(5)
     beginning = [rng.randrange(vocab) for _ in range(33)]
@@ -64,7 +64,7 @@ def serve(
 ) -> tuple[Served, EngineCounters]:
     """Serve all, two more with each step; return their tokens, ends, logprobs, and preemptions.
 
-    With a group its engines step together, until none has anything left.
+    Engines of a group step together until all are idle.
     """
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)

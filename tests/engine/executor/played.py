@@ -1,4 +1,4 @@
-"""A worker process that a test plays."""
+"""A worker process simulated by a test."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from tests.support.waiting import PATIENCE
 
 
 class Played:
-    """The worker's ends of its lifeline and of its commands, in place of `worker_process.spawn`."""
+    """The worker's ends of its lifeline and command pipe; replaces `worker_process.spawn`."""
 
     pid = 0
 

@@ -1,10 +1,10 @@
-"""A worker process of an engine on a device that there is not (`strict_device`)."""
+"""An engine's worker process on a simulated device (`strict_device`)."""
 
 from engine.executor.worker_main import begin
 
 
 def main() -> int:
-    """Run it as `engine.executor.worker_main` does."""
+    """Run the worker like `engine.executor.worker_main`."""
     launch, lifeline = begin()
     from engine.executor.worker import run  # imports torch
     from tests.engine.distributed import strict_device

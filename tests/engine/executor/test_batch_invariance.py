@@ -1,4 +1,4 @@
-"""Engines are batch-invariant as set, else where that is possible and costs little."""
+"""Engines are batch-invariant as configured, by default where it is possible and cheap."""
 
 import logging
 from typing import Any

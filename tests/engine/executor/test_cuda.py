@@ -1,4 +1,4 @@
-"""A whole engine on a CUDA device gives the tokens that it gives on a CPU."""
+"""An engine on a CUDA device generates the same tokens as on a CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: 
 def test_batch_invariant_answers_are_those_of_requests_alone(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
-    """With graphs, drafts and chunks, also where a stream goes on as a prompt on another engine."""
+    """With graphs, drafts and chunks, also if a stream continues as a prompt on another engine."""
     directory = checkpoint(name).directory
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "batch_invariant": True}
     together, _ = serve(directory, REQUESTS, **options, **scheduling)

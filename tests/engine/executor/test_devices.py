@@ -1,4 +1,4 @@
-"""Which device each process of each engine gets."""
+"""Assignment of devices to processes of engines."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def place(number: int, rank: int, size: int = 1) -> ParallelConfig:
 
 
 def test_engines_whose_ranks_interleave_between_nodes_do_not_share_a_device() -> None:
-    # The coordinator gave ranks 0 and 2 to one node of two devices, 1 and 3 to the other.
+    # The coordinator assigned ranks 0 and 2 to one node with two devices, 1 and 3 to the other.
     for ranks in ((0, 2), (1, 3)):
         devices = [device_number(place(number, rank), 0, 2) for number, rank in enumerate(ranks)]
         assert devices == [0, 1]

@@ -1,4 +1,4 @@
-"""What a draft costs is estimated from the weights that are read for it."""
+"""The cost of a draft is estimated from the weights read for it."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Draft models and settings that do not go together are refused, saying what to change."""
+"""Incompatible draft models and settings are rejected with a hint on what to change."""
 
 import json
 from pathlib import Path

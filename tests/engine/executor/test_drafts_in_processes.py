@@ -1,4 +1,4 @@
-"""Draft models and heads beside a model that is cut over several processes change no token."""
+"""Draft models and heads of a model sharded over several processes change no token."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The executor of encoders, beside what it computes: steps that overlap, sleep, profiles."""
+"""The executor of encoders: overlapping steps, sleep and profiles."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is settled before torch is imported, where LLVM's OpenMP runtime is not installed."""
+"""Environment set before torch is imported, without LLVM's OpenMP runtime installed."""
 
 import os
 

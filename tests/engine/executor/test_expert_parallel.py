@@ -1,4 +1,4 @@
-"""Engines that share the experts of one model, each in a process of its own, over gloo."""
+"""Engines that shard the experts of one model, each in its own process, over gloo."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_shares_are_balanced_and_cover_all_experts(experts: int, sizes: tuple[in
 
 
 def engines(world: World, model: Checkpoint, size: int, *more: Any) -> list[Process]:
-    """Return a group of engines that have loaded their shares."""
+    """Return a group of engines with loaded shards."""
     members = world.take(size)
     for rank, member in enumerate(members):
         member.tell("load", str(model.directory), rank, size, *more)
@@ -49,7 +49,7 @@ def engines(world: World, model: Checkpoint, size: int, *more: Any) -> list[Proc
 
 
 def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
-    """Have each engine do its own thing in the same steps."""
+    """Run a different command on each engine in the same steps."""
     for member, request in zip(members, requests, strict=True):
         member.tell(*request)
     for member in members:
@@ -244,7 +244,7 @@ def test_one_engine_alone_is_a_group_of_its_own(
 
 
 class Running:
-    """What a driver needs of an executor."""
+    """The part of an executor that a driver needs."""
 
     def __init__(self, executor: InProcessExecutor) -> None:
         self._executor = executor

@@ -1,4 +1,4 @@
-"""Engines serve prompts with images as transformers computes them, whatever else they serve."""
+"""Engines serve prompts with images like transformers, whatever else they serve."""
 
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from tests.engine.serving import Answer, request, serve
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
 _END = 59
-"""Follows each image; Qwen's have always something between them."""
+"""Text after each image; Qwen always has text between images."""
 
 
 def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: Any) -> AddRequest:
-    """Return a request with a prompt of tokens, and of images of noise with these numbers."""
+    """Return a request with a prompt of tokens and of noise images with these seeds."""
     tokens: list[int] = []
     images: list[EncoderInput] = []
     for part in parts:
@@ -71,7 +71,7 @@ def traffic(name: str = "smolvlm") -> list[AddRequest]:
 
 
 def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> None:
-    """Check that each token is the one that transformers finds the most likely."""
+    """Check that each token is transformers' most likely one."""
     for each, answer in zip(asked, answers, strict=True):
         known = each.prompt_token_ids + answer.tokens[:-1]
         if each.encoder_inputs:

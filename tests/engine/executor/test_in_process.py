@@ -209,7 +209,7 @@ def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
     changed = CONFIG | {"num_hidden_layers": 1}
     executor.sleep(1)
     (model / "config.json").write_text(json.dumps(changed))
-    executor.wake_up()  # the weights never left the memory
+    executor.wake_up()  # the weights stayed in memory
     executor.sleep(2)
     with pytest.raises(CannotDo, match="have changed"):
         executor.wake_up()

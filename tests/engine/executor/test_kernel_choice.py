@@ -1,4 +1,4 @@
-"""Kernels serve on kinds of processors on which they were measured to be faster."""
+"""Kernels are used on kinds of processors on which they were measured to be faster."""
 
 import pytest
 
@@ -28,7 +28,7 @@ X86_KINDS = [each for each in Kind if each not in (Kind.BF16, Kind.OTHER)]
 
 
 def served(batch_invariant: bool | None = None) -> InProcessExecutor:
-    """Return an executor that has computed a prompt, and drawn with a filter and without."""
+    """Return an executor that has computed a prompt, and sampled with and without a filter."""
     executor = InProcessExecutor(
         EngineConfig(
             model=ModelConfig(model=str(BUNDLED_MODEL), dtype="bfloat16", device="cpu"),

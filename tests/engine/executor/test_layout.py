@@ -1,4 +1,4 @@
-"""Which part of a model each process computes, and on which node."""
+"""The part of a model that each process computes, and its node."""
 
 import pytest
 

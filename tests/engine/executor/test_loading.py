@@ -1,4 +1,4 @@
-"""What weights become as they are loaded, by the settings and the processor."""
+"""Conversion of weights on loading, by settings and processor."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no processor's products of 16 bits, and no model so small that float32 is faster."""
+    """Disable 16-bit products, and the preference for float32 in small models."""
     monkeypatch.setattr(settings, "has_16_bit_kernels", lambda: False)
     monkeypatch.setattr(settings, "_CACHED_WEIGHTS", 0)
 

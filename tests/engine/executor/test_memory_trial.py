@@ -1,6 +1,6 @@
-"""What the largest step leaves for the KV cache, where several processes compute a model.
+"""Memory left for the KV cache by the largest step, with a model on several processes.
 
-On a CPU the trial runs the same steps and commands as on CUDA, but there is no share to honour.
+On a CPU, the trial runs the same steps and commands as on CUDA, without a memory limit.
 """
 
 from pathlib import Path
@@ -55,7 +55,7 @@ def settings(directory: Path, share: float = SHARES[0], **parallel: Any) -> Engi
 
 @pytest.fixture
 def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials end as if they had been on a device of so much memory."""
+    """Make trials end as on a device with this much memory."""
 
     def left(_: MemoryTrial, peak: int, utilization: float) -> int:
         assert peak == PEAK_BYTES
@@ -66,14 +66,14 @@ def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_of(share: float, loaded: Decoder) -> int:
-    """Return the blocks that such a part of the made-up device has room for."""
+    """Return the number of blocks that fit into such a part of the simulated device."""
     block = bytes_per_block(loaded.spec, BLOCK_SIZE, loaded.kv_format)
     assert block < PEAK_BYTES
     return (int(DEVICE_BYTES * share) - PEAK_BYTES) // block
 
 
 class Steps:
-    """Runs plans on an executor, one by one."""
+    """Runs plans on an executor sequentially."""
 
     def __init__(self, executor: InProcessExecutor) -> None:
         self._executor = executor
@@ -121,7 +121,7 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
         sizing = KvSizing(config, device, 2, executor._leader)
         blocks = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert blocks > 0
-        request.getfixturevalue("made_up_device")  # the other process has all that is free
+        request.getfixturevalue("made_up_device")  # the other process has all the free memory
         share = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert share == blocks_of(SHARES[0], served)
         executor._leader.call(Allocate(NUM_BLOCKS, executor.info.model_fingerprint))

@@ -1,4 +1,4 @@
-"""One model cut over several real processes computes what it does in one."""
+"""A model sharded over several real processes computes the same as in one."""
 
 import os
 import shutil
@@ -79,7 +79,7 @@ StartCluster: TypeAlias = Callable[..., Cluster]
 
 @pytest.fixture
 def start() -> Iterator[StartCluster]:
-    """Return a function that starts a cluster of processes, ended after the test."""
+    """Return a function that starts a cluster of processes, which is stopped after the test."""
     running: list[Cluster] = []
 
     def start(directory: Path, size: int, **options: Any) -> Cluster:
@@ -103,7 +103,7 @@ def start() -> Iterator[StartCluster]:
         ("phi3-partial", 2),  # fused tensors
         ("cohere-normed", 2),  # norms of each head
         ("granite-moe", 2),  # experts in one tensor
-        ("glm4-moe", 2),  # an MLP beside the experts
+        ("glm4-moe", 2),  # an MLP in addition to the experts
         ("deepseek2", 4),
         ("gpt-oss", 4),  # sinks, with two key-value heads
         ("gpt-oss-mxfp4", 2),  # three blocks of inner outputs
@@ -212,7 +212,7 @@ def test_experts_by_a_kernel_are_cut_like_others(
     )
     cut, whole = (prompt_logprobs(engine, prompt(70), 5, 60, 1, 4) for engine in engines)
     assert len(cut) == len(whole)
-    # A token whose experts are nearly tied may get another one, and some processors round more.
+    # A token with nearly tied experts may be routed differently, and some processors round more.
     assert statistics.median(map(distance, cut, whole)) < 0.1
 
 
@@ -252,7 +252,7 @@ def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
     ("name", "size", "stages"),
     [
         ("llama", 2, 1),
-        ("deepseek3", 2, 1),  # a latent that all processes keep
+        ("deepseek3", 2, 1),  # a latent replicated on all processes
         ("mistral-window", 1, 2),
         ("qwen3-moe-deep", 2, 2),
     ],
@@ -282,7 +282,7 @@ def test_a_cache_in_8_bits_is_that_of_one_process(
 
 
 def prompt_logprobs(engine: Driver, tokens: list[int], *counts: int) -> list[float]:
-    """Return the log probabilities of a prompt that is computed in chunks of so many tokens."""
+    """Return the log probabilities of a prompt computed in chunks of this size."""
     engine.start(0, tokens, msgspec.structs.replace(GREEDY, prompt_logprobs=0))
     steps = [engine.step({0: count}) for count in counts]
     return [entry.logprob for step in steps for entry in step.prompt_logprobs[0]]

@@ -1,4 +1,4 @@
-"""Models keep their weights, and what these share, while their memory is free."""
+"""Models keep their weights, and shared tensors stay shared, while their memory is released."""
 
 import pytest
 import torch

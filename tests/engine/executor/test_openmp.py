@@ -1,4 +1,4 @@
-"""Which OpenMP runtime torch's threads run in, asked of processes that have just been started."""
+"""The OpenMP runtime of torch's threads, queried in newly started processes."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Pipeline stages in processes of their own give the tokens of one, whatever is in flight."""
+"""Pipeline stages in separate processes generate the same tokens as a single process."""
 
 import os
 import shutil
@@ -92,7 +92,7 @@ ServeAlone: TypeAlias = Callable[..., Served]
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[StartStages]:
-    """Return a function that starts processes once for all tests with these arguments."""
+    """Return a function that starts processes once per set of arguments, for all tests."""
     running: dict[tuple[Any, ...], Stages] = {}
 
     def start(directory: Path, **arguments: Any) -> Stages:
@@ -125,10 +125,7 @@ def alone() -> ServeAlone:
 
 @pytest.fixture(scope="module")
 def with_words(tmp_path_factory: pytest.TempPathFactory) -> AddWords:
-    """Return a function that copies a tiny model with a tokenizer, a token for each byte.
-
-    So it takes grammars.
-    """
+    """Return a function that copies a tiny model and adds a byte tokenizer, for grammars."""
     made: dict[Path, Path] = {}
 
     def copy(directory: Path) -> Path:
@@ -179,7 +176,7 @@ def test_every_layout_gives_the_tokens_of_one_process(
     checkpoint: SaveModel,
 ) -> None:
     directory = with_words(checkpoint(name).directory)
-    # Windows free blocks: only longer answers than elsewhere need more than there are.
+    # Windows free blocks, so only longer answers than elsewhere exceed the KV cache.
     longest = 30 if "num_blocks" in layout else 16
     pipeline, made = stages(directory, **layout), requests(256, grammars=True, longest=longest)
     expected = alone(directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
@@ -230,7 +227,7 @@ def test_a_killed_stage_fails_the_steps_in_flight_and_is_reported_at_once(
     stages: StartStages, checkpoint: SaveModel, prompt: MakePrompt
 ) -> None:
     directory = checkpoint("llama-deep").directory
-    pipeline = stages(directory, stages=3, async_scheduling=True)  # which only this test has
+    pipeline = stages(directory, stages=3, async_scheduling=True)  # used by this test only
     steps = Driver(pipeline, NUM_BLOCKS)
     steps.start(0, prompt(5))
     steps.prefill(0)
@@ -270,7 +267,7 @@ def test_a_stage_reads_its_own_layers_only_and_the_stages_read_all(checkpoint: S
 
 
 class Recording(SafetensorsCheckpoint):
-    """Knows which tensors were asked for."""
+    """Records the requested tensors."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         super().__init__(directory, spec)

@@ -1,4 +1,4 @@
-"""Settings that make no sense for a model that makes vectors."""
+"""Settings that do not apply to pooling models."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Engines of several processes each that share the experts of a model, over gloo."""
+"""Engines with several processes each that shard the experts of a model, over gloo."""
 
 import os
 import signal
@@ -32,13 +32,13 @@ from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.processes import Process, World
 
 FEW_BLOCKS = 22
-"""Too few for all requests that an engine serves, so that some are preempted."""
+"""Too few for all requests of an engine, so that some are preempted."""
 FIRST_SEED = {"deepseek2": 100}
 """Of the requests, by model; else 0. From 0 on, one draw of this one is 3e-8 from the boundary
 between two tokens, which float32 does not tell apart: its logits, from -3 to 3, differ by up to
 9e-6 where sums are cut."""
 BALANCE = (2, 4)
-"""Copies of experts more than one of each, and steps between two looks at their load."""
+"""Number of redundant experts, and the interval of load checks in steps."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def world() -> Iterator[World]:
 
 
 def engines(world: World, directory: Path, size: int, shards: int, **more: Any) -> list[Process]:
-    """Return a group of engines that have loaded their parts."""
+    """Return a group of engines with loaded shards."""
     members = world.take(size)
     for rank, member in enumerate(members):
         member.tell("load", str(directory), rank, size, shards, *more.values())
@@ -121,7 +121,7 @@ def test_two_engines_of_two_processes_give_the_tokens_of_one_process(
 
 
 def assert_together(results: list[Any], expected: tuple[dict[int, Any], ...]) -> None:
-    """Check that what the engines of a group found is together what one engine found."""
+    """Check that the combined results of a group equal those of one engine."""
     for which, whole in enumerate(expected):
         parts: dict[int, Any] = {}
         for result in results:
@@ -130,7 +130,7 @@ def assert_together(results: list[Any], expected: tuple[dict[int, Any], ...]) ->
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON makes of it."""
+    """Return the value after a round trip through JSON."""
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
@@ -172,7 +172,7 @@ def test_a_dead_process_is_a_dead_engine_and_the_others_regroup_and_keep_the_tok
         member.ask("start", 1, prompt(10 + rank))
     world.all(members, "steps", 5, 1)
 
-    # One process dies in the middle of a step: the other engines end it in a smaller group.
+    # One process dies during a step: the other engines complete it in a smaller group.
     staying, dying = members[:2], members[2]
     workers = [psutil.Process(pid) for member in members for pid in member.ask("workers")]
     for member in staying:
@@ -201,7 +201,7 @@ def test_a_dead_process_is_a_dead_engine_and_the_others_regroup_and_keep_the_tok
         alone.decode(10, 1)
         assert member.ask("tokens", 1) == alone.tokens[1]
 
-    # Another comes in its place, and they have slept before they step together.
+    # A replacement joins, and the engines sleep before they step together.
     members = world.take(3)
     members[2].ask("load", str(model.directory), 2, 3, 2)
     for rank, member in enumerate(staying):

@@ -1,4 +1,4 @@
-"""Steps in a thread of their own: what follows one whose group is lost."""
+"""Steps in a separate thread: recovery after the loss of a group."""
 
 from collections.abc import Iterator
 

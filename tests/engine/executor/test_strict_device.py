@@ -1,4 +1,4 @@
-"""Whole models on a device that there is not, divided in all ways: `strict_device`."""
+"""Models on a simulated device, sharded in all ways: `strict_device`."""
 
 from collections.abc import Iterator
 from typing import Any

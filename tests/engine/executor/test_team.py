@@ -1,4 +1,4 @@
-"""What an engine says its workers failed of."""
+"""Failure reasons of workers, as reported by the engine."""
 
 import threading
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ def table() -> Iterator[GrammarTable]:
 
 @pytest.fixture
 def settled(compiler: GrammarCompiler) -> threading.Semaphore:
-    """Released each time the compiler says that a grammar is settled, after who waits for it."""
+    """Semaphore released whenever the compiler reports a settled grammar, after its waiters."""
     times = threading.Semaphore(0)
     compiler.on_settled = times.release
     return times

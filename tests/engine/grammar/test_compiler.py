@@ -1,4 +1,4 @@
-"""Grammars are compiled once, beside their users, and forgotten in time."""
+"""Grammars are compiled once, in the background, and evicted from the cache."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 def until_cached(compiler: GrammarCompiler, number: int) -> None:
-    """Wait until it keeps so many: threads let go of a grammar after they have settled it."""
+    """Wait for this cache size, because threads release a grammar only after settling it."""
     until(lambda: gc.collect() >= 0 and compiler.num_cached == number, f"{number} are kept")
 
 

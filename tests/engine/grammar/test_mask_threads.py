@@ -1,4 +1,4 @@
-"""Masks that threads compute, seen from the thread that steps."""
+"""Masks computed in threads, as seen by the step thread."""
 
 import threading
 
@@ -11,7 +11,7 @@ def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
     class Asked(Following):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if isinstance(value, MaskJob):  # the step thread may look just now
+            if isinstance(value, MaskJob):  # the step thread may read it at this moment
                 answers.append(value.is_over)
 
     computed = threading.Event()

@@ -1,4 +1,4 @@
-"""Slots follow their grammars, and masks leave the tokens that may come next."""
+"""Slots follow their grammars, and masks allow exactly the valid next tokens."""
 
 import random
 from typing import Any
@@ -41,7 +41,7 @@ def start(
 
 
 def write(table: GrammarTable, slot: int, rng: random.Random) -> str:
-    """Draw at random among what is allowed until the grammar ends."""
+    """Sample allowed tokens at random until the grammar ends."""
     drawn: list[int] = []
     for _ in range(200):
         token_id = rng.choice(table.choices([slot])[slot][0])
@@ -198,7 +198,7 @@ def test_a_model_that_does_not_think_is_held_to_its_form_at_once(table: GrammarT
 def test_a_model_that_opens_its_reasoning_is_free_up_to_the_end_tag(
     table: GrammarTable, known: int
 ) -> None:
-    """Wherever another engine takes over."""
+    """At any point at which another engine takes over."""
     whole = [*tokens("<think>"), *tokens("hm"), *tokens("</think>"), *tokens("yes")]
     form = RegexGrammar("yes|<[0-9]+>")
     start(table, 0, form, **THINK)

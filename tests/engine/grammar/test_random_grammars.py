@@ -1,4 +1,4 @@
-"""Whatever is drawn at random under a random expression or grammar fits it."""
+"""Random output under a random regular expression or grammar matches it."""
 
 import random
 import re
@@ -20,7 +20,7 @@ class Form(NamedTuple):
 
     regex: str
     rule: str
-    """In the words that Lark's syntax and GBNF have in common."""
+    """In the common subset of Lark's syntax and GBNF."""
 
 
 def _literal(text: str) -> Form:

@@ -1,4 +1,4 @@
-"""Whatever is drawn at random under a random schema fits that schema."""
+"""Random output under a random schema matches the schema."""
 
 import json
 import random
@@ -59,7 +59,7 @@ _PATTERNS = st.sampled_from(["^a$", "^[ab]$", "^(score|a)$", "^z1?$", "^[xy]$", 
 
 
 def _patterned(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects whose patterns may match the keys that are listed, only these, or others."""
+    """Objects with key patterns that match listed keys, only those, or others."""
 
     def build(properties: dict[str, Any], pattern: str, value: Any, required: bool) -> Any:
         return {
@@ -109,7 +109,7 @@ def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
     def check(schema: dict[str, Any], seed: int) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
         reason = check_grammar(JsonSchemaGrammar(json.dumps(schema)))
-        if "patternProperties" in json.dumps(schema):  # what it asks for may contradict itself
+        if "patternProperties" in json.dumps(schema):  # its constraints may be contradictory
             assume(reason is None or "nsatisfiable" not in reason)
         assert reason is None, reason
         text = write_json(table, schema, random.Random(seed))
@@ -146,7 +146,7 @@ def test_a_pattern_that_no_other_key_matches_leads_nowhere(
 def test_nothing_that_fits_can_follow_is_an_error_and_no_clean_end(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Should there be dead ends that are not known."""
+    """In case of unknown dead ends."""
     monkeypatch.setattr("engine.shared.grammar_schema.prepared", lambda schema, **_: schema)
     schema = {
         "type": "object",

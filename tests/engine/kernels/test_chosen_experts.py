@@ -1,4 +1,4 @@
-"""Experts that a kernel computes for the tokens that chose them, beside exact sums."""
+"""The kernel that computes experts for the tokens routed to them, compared with exact sums."""
 
 import statistics
 from typing import Any
@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 SHAPES = [(64, 64, 1, 1), (192, 128, 8, 2), (128, 320, 16, 4), (1280, 64, 5, 5)]
-"""Hidden size, inner size, experts, and how many of them each token chooses."""
+"""Hidden size, inner size, number of experts, and experts per token."""
 
 
 class Layer:
-    """Random experts, with what tokens choose among them."""
+    """Random experts and routing."""
 
     def __init__(self, hidden: int, inner: int, experts: int, wanted: int, tokens: int) -> None:
         self._random = torch.Generator().manual_seed(hidden + inner)
@@ -44,7 +44,7 @@ class Layer:
         return ChosenExperts(hidden, inner, zip(self.gate_up, self.down, strict=True))
 
     def exact(self) -> Tensor:
-        """Return what all experts make of all tokens, [tokens, hidden], in float64."""
+        """Return the combined output of the experts, [tokens, hidden], in float64."""
         inner = swiglu(torch.einsum("th,eih->tei", self.x.double(), self.gate_up.double()))
         made = torch.einsum("tei,ehi->teh", inner, self.down.double())
         shares = torch.zeros(made.shape[:2]).scatter_(1, self.chosen, self.weights)
@@ -150,7 +150,7 @@ def test_models_are_as_exact_as_with_stock_operators(
         parts = [engine.logits({0: 60}), *(engine.logits({0: 1}) for _ in range(9))]
         return torch.cat(parts).float()
 
-    # A rounding that chooses another expert moves all that follows: so several prompts count.
+    # If rounding selects a different expert, later tokens change too, so use several prompts.
     errors: list[float] = []
     for number in range(5):
         tokens = prompt(70 + number)[number:]
@@ -194,7 +194,7 @@ def test_a_model_with_kernels_calls_this_one_once_a_layer(
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of threads at each call of the kernel."""
+    """Return a list that records the number of threads of each kernel call."""
     calls, compute = list[int](), kernels.compute
 
     def counted(threads: int, *arguments: int) -> None:

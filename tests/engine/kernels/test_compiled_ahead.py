@@ -25,14 +25,14 @@ def needs(is_there: bool, feature: str) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where kernels are kept."""
+    """The kernel cache directory."""
     monkeypatch.setattr(compiling, "_kept_directory", lambda: str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """One whose compiled form is a word."""
+    """A kernel whose compiled form is a word."""
     monkeypatch.setattr(Kernel, "_compile", lambda _: "compiled")
     return Kernel(rows._swiglu, 4)
 
@@ -107,7 +107,7 @@ def test_a_model_calls_what_was_compiled_ahead_of_it(
         del ahead[: number - 2]
         assert len(ahead) == number
     monkeypatch.setattr(Kernel, "__call__", noted)
-    monkeypatch.setattr(compiled, "_agreed", {})  # every kernel is compared again, or called
+    monkeypatch.setattr(compiled, "_agreed", {})  # compare every kernel again
     engine = driver(directory, dtype="bfloat16", fused=True)
     engine.start(0, prompt(20))
     engine.prefill(0)

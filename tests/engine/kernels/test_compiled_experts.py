@@ -1,4 +1,4 @@
-"""Experts chosen and gated by kernels, beside what torch's operators make of them."""
+"""Expert selection and gating by kernels, compared with torch's operators."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_experts_are_those_of_the_largest_scores(
     chosen, weights = choose(scores, per_token, normalize=normalize)
     _, expected = choose_experts(scores, per_token, normalize=normalize)
     assert torch.allclose(weights, expected, rtol=1e-5, atol=1e-7)
-    # Which of equal scores are chosen is open.
+    # The choice among equal scores is unspecified.
     largest = scores.float().topk(per_token).values
     assert torch.equal(scores.float().gather(1, chosen), largest)
     assert all(len(set(row)) == per_token for row in chosen.tolist())

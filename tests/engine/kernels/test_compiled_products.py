@@ -1,4 +1,4 @@
-"""Products by kernels of our own where the processor has some, and others elsewhere."""
+"""Products by Swell's kernels on processors that support them, and by others elsewhere."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
 pytestmark = pytest.mark.usefixtures("inference")
 
 SHAPES = [(1152, 896), (128, 320), (32, 32), (64, 4864), (64, 34), (48, 40)]
-"""Outputs and inputs; the last are no whole blocks."""
+"""Outputs and inputs; the last ones are not multiples of a block."""
 ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 100]
 
 
@@ -40,7 +40,7 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
 
 
 def by_rows(weight: Tensor, bias: Tensor | None) -> Rows:
-    """Return a product that computes each row by itself."""
+    """Return a batch-invariant product, which computes each row independently."""
     product = prepare_linear(weight, bias, by_rows=True, by_kernels=True)
     if is_by_rows(product):
         return product

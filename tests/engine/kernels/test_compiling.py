@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, the threads that they run on, and when they are not used."""
+"""Storage of compiled kernels, their threads, and when they are not used."""
 
 import logging
 import struct
@@ -39,7 +39,7 @@ ROWS = ("rms_norm", "rms_norm_heads", "rotate_and_store", "swiglu")
 def test_kernels_are_compiled_once_kept_for_the_user_and_run_on_either_runtime(
     tmp_path: Path,
 ) -> None:
-    """Of two processes that start together, each compiles what the other does not."""
+    """Two processes that start together divide the compilations."""
     cache = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
     together = [
         subprocess.Popen(

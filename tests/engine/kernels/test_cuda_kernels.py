@@ -1,4 +1,4 @@
-"""Kernels of CUDA devices beside attention: what they compute, and of products the same bits."""
+"""CUDA kernels other than attention: correct results, and bit-identical products."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels that come with an installation are those that engines ask for."""
+"""Preinstalled kernels are exactly the ones that engines request."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and which ones are there from the beginning."""
+"""The cache of compiled kernels, and preinstalled kernels."""
 
 import logging
 import sys
@@ -21,7 +21,7 @@ TARGET = "some"
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No directory has been settled yet, and nothing is installed."""
+    """Reset the cache directory, with no preinstalled kernels."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "installation"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -32,7 +32,7 @@ def nothing_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def installed() -> Path:
-    """A directory with one kernel that came with the installation, for all to read."""
+    """A world-readable directory with one preinstalled kernel."""
     directory = installed_directory(TARGET)
     (directory / "kernels").mkdir(parents=True)
     (directory / "kernels" / "one.nbc").write_bytes(b"code")

@@ -1,6 +1,6 @@
-"""Attention by one kernel for prompts and decodes, against stock operators in float32.
+"""One attention kernel for prompts and decodes, compared with stock operators in float32.
 
-On processors without what the kernel takes, stock operators have to keep the same promises.
+On processors that the kernel does not support, stock operators must give the same guarantees.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ STARTS = [3, 0, 100, 130, 0, 330, 15, 127]
 def attentions(
     shape: tuple[int, int, int], softcap: float | None = None, scale: float | None = None
 ) -> tuple[Attention, PagedAttention]:
-    """Return what computes each token by itself in bfloat16, and the reference in float32."""
+    """Return the per-token attention in bfloat16, and the reference in float32."""
     heads = Heads(*shape, scale, softcap)
     stock = partial(PagedAttention, heads, device=torch.device("cpu"))
     exact = stock(dtype=torch.float32)
@@ -39,7 +39,7 @@ def attentions(
 
 
 def rows_of(counts: list[int], starts: list[int]) -> AttentionRows:
-    """Return rows whose blocks lie in random order, the same ones for each row of a place."""
+    """Return rows with blocks in random order, the same for each row at an index."""
     order = np.random.default_rng(0).permutation(len(STARTS) * BLOCKS).astype(np.int32)
     each = np.array(counts)
     return AttentionRows(
@@ -52,7 +52,7 @@ def rows_of(counts: list[int], starts: list[int]) -> AttentionRows:
 
 
 def part_of(rows: AttentionRows, row: int, first: int, count: int) -> AttentionRows:
-    """Return some tokens of one row as a step of their own."""
+    """Return some tokens of one row as a separate step."""
     return AttentionRows(
         starts=rows.starts[row : row + 1] + first,
         counts=np.array([count]),
@@ -63,7 +63,7 @@ def part_of(rows: AttentionRows, row: int, first: int, count: int) -> AttentionR
 
 
 def tensors(shape: tuple[int, int, int], tokens: int) -> tuple[Tensor, Tensor]:
-    """Return queries as they lie beside keys and values, and a cache."""
+    """Return queries as a slice of a fused QKV tensor, and a cache."""
     heads, kv_heads, head_dim = shape
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).bfloat16()
     cache = torch.randn(len(STARTS) * BLOCKS, BLOCK_SIZE, 2, kv_heads, head_dim).bfloat16()
@@ -123,7 +123,7 @@ def test_scores_are_capped(softcap: float) -> None:
 def test_a_token_has_the_same_bits_in_any_step(
     shape: tuple[int, int, int], window: int | None, threads: int
 ) -> None:
-    """In a prompt, in any chunk of it, among other rows and as a decode."""
+    """In a prompt, in any of its chunks, among other rows and as a decode."""
     before = torch.get_num_threads()
     attention, _ = attentions(shape)
     counts = [300, 1, 70, 33]
@@ -148,7 +148,7 @@ def test_a_token_has_the_same_bits_in_any_step(
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_what_a_row_does_not_see_does_not_reach_it(window: int | None) -> None:
-    """Blocks are given back and taken anew: what is behind a row's keys may be anything."""
+    """Blocks are reused, so the memory after a row's keys is arbitrary."""
     shape, counts = (6, 2, 32), [1, 7, 40, 1, 1]
     attention, _ = attentions(shape)
     rows = rows_of(counts, [2, 0, 100, 128, 255])
@@ -169,7 +169,7 @@ def test_scores_far_apart() -> None:
     queries = queries * 100
     result = attention.attend(queries, cache, attention.plan(rows, None))
     expected = exact.attend(queries.float(), cache.float(), exact.plan(rows, None))
-    # Weights of nearly tied keys change by what scores are rounded to.
+    # Rounding of scores changes the weights of nearly tied keys.
     assert (result.float() - expected).abs().mean() < 0.002
     assert not result.isnan().any()
 

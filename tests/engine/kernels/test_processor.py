@@ -1,4 +1,4 @@
-"""Which types are computed in, by what the processor multiplies fast."""
+"""Compute dtypes, chosen by what the processor multiplies fast."""
 
 import platform
 from functools import partial
@@ -103,7 +103,7 @@ def test_a_kind_decides_what_is_faster(
 def types(
     device: torch.device = CPU, is_alone: bool = True, **settings: Any
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return those of activations and of the KV cache."""
+    """Return the dtypes of activations and of the KV cache."""
     config = ModelConfig(**settings)
     spec = read_spec(BUNDLED_MODEL)
     checkpoint = open_checkpoint(BUNDLED_MODEL, spec, config)
@@ -154,7 +154,7 @@ def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
     bias = torch.randn(48, generator=generator).to(BF16) if biased else None
     try:
         product = PackedLinear(weight, bias, float32_rows=32)
-    except RuntimeError:  # oneDNN has no product of 16 bits here, and the engine uses another one
+    except RuntimeError:  # oneDNN has no 16-bit product here, so the engine uses another one
         assert not processor.has_16_bit_kernels()
         return
     for rows in (31, 32, 100):

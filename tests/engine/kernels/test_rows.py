@@ -1,4 +1,4 @@
-"""Kernels of rows against plain formulas in float64."""
+"""Row-wise kernels compared with plain formulas in float64."""
 
 import math
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("inference")
 KERNELS = CompiledKernels()
 EPS = 1e-6
 SHAPES = [(1, 8), (3, 40), (16, 896), (70, 1000)]
-"""The last is enough values for all threads."""
+"""The last one has enough values for all threads."""
 
 
 def is_rounded(result: Tensor, exact: Tensor) -> bool:
-    """Whether values are at most a unit in the last place of 8 bits from the exact ones."""
+    """Return whether values are within one unit in the last place of 8 bits of the exact ones."""
     return torch.allclose(result.double(), exact, rtol=2.0**-7, atol=1e-30)
 
 
@@ -62,7 +62,7 @@ def test_swiglu(rows: int, width: int) -> None:
 
 
 def test_swiglu_of_every_gate() -> None:
-    """All numbers of bfloat16, but for products that are no normal number of 32 bits."""
+    """All bfloat16 numbers, except products that are not normal float32 numbers."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     gates = bits.view(torch.bfloat16)
     gates = gates[gates.isfinite() & (gates > -80)]

@@ -1,4 +1,4 @@
-"""Which processor kernels are compiled for."""
+"""Target processors of kernel compilation."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Products by tiles, where there is no matrix unit by one in software."""
+"""Tile products, with a software matrix unit if the processor has none."""
 
 from collections.abc import Callable, Iterator
 
@@ -46,7 +46,7 @@ def kernel() -> Iterator[ProductKernel]:
 
 @pytest.fixture
 def make(kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a function that makes a product of a weight, which is packed as for AMX."""
+    """Return a function that creates the product of a weight, packed as for AMX."""
     monkeypatch.setattr(torch.ops.mkldnn, "_nbytes", lambda packed: packed.nbytes)
     monkeypatch.setattr(torch.ops.mkldnn, "data_ptr", Tensor.data_ptr)
 
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_among_any_number(threads: int, make: Make) -> N
 def test_the_kernel_computes_as_many_rows_as_it_was_measured_to_be_faster_for(
     kind: str, faster_rows: int, by_rows: bool, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all of them where each row is to be computed by itself."""
+    """And all of them if rows must be computed independently."""
     as_kind(kind)
     called: list[int] = []
 

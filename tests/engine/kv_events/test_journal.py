@@ -1,4 +1,4 @@
-"""Events of KV blocks: what a KV cache says, in which batches, and what subscribers may ask for."""
+"""KV block events: contents, batches, and replay for subscribers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,7 +25,7 @@ SIZE = 4
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """As vLLM's subscribers decode it."""
+    """Decode a batch like vLLM's subscribers."""
 
     ts: float
     events: list[Event]
@@ -37,7 +37,7 @@ def decoded(content: bytes) -> Batch:
 
 
 class Index:
-    """A subscriber: which blocks an engine holds, by group and hash."""
+    """A subscriber, which tracks an engine's blocks by group and hash."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int | None, bytes], tuple[bytes | None, list[int]]] = {}
@@ -59,7 +59,7 @@ class Index:
 
 
 class Cache:
-    """A KV cache and all that it published."""
+    """A KV cache and its published events."""
 
     def __init__(self, num_blocks: int, shape: CacheShape | None = None) -> None:
         self.published: list[Event] = []
@@ -74,7 +74,7 @@ class Cache:
         root: bytes = ROOT_DIGEST,
         images: Sequence[EncoderInput] = (),
     ) -> None:
-        """Have a sequence of these tokens come and go."""
+        """Compute and release a sequence with these tokens."""
         table = BlockTable(root, images)
         assert self.kv.try_admit(table, token_ids, use_cache=True, headroom=0) is not None
         self.kv.commit(table, token_ids, len(token_ids))

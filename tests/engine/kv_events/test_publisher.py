@@ -1,4 +1,4 @@
-"""Events of KV blocks on sockets: their settings, a subscriber, a gap, and strangers."""
+"""KV block events on sockets: settings, a subscriber, a gap, and unauthorized peers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

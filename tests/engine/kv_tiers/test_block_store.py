@@ -1,4 +1,4 @@
-"""Files of KV blocks: whole or not there, bounded, and private."""
+"""KV block files: written atomically, bounded and private."""
 
 import os
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def test_the_least_recently_used_blocks_make_room(root: Path) -> None:
     keys = [MODEL + bytes([0, n]) for n in range(60)]
     for age, key in enumerate(keys):
         store.write(key, CONTENT)
-        for path in files(root):  # as if a second had passed
+        for path in files(root):  # simulates the passing of a second
             status = path.stat()
             os.utime(path, (status.st_atime, status.st_mtime - 1))
         if age:

@@ -1,4 +1,4 @@
-"""KV blocks that are kept where a plugin keeps them."""
+"""KV blocks stored by a plugin."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Engines that store their KV blocks: the same tokens, from less computing."""
+"""Engines that store their KV blocks generate the same tokens with less computation."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE
 
 @pytest.fixture(autouse=True)
 def _disks_of_busy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that come late are not taken for missing."""
+    """Late blocks are not treated as missing."""
     monkeypatch.setattr("engine.kv_tiers.tiers.FETCH_TIMEOUT", PATIENCE)
 
 

@@ -1,4 +1,4 @@
-"""Copies between the KV cache and its tiers, whatever the stores do."""
+"""Copies between the KV cache and its tiers, with arbitrary store behavior."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ NAME: BlockName = (0, b"d" * 16)
 
 
 class Store:
-    """Keeps blocks in a dict, and fails on demand."""
+    """Stores blocks in a dict; fails on demand."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -46,7 +46,7 @@ class Store:
 
 
 class PlayedPeers:
-    """Keeps what is asked of other engines; the test answers."""
+    """Records requests to other engines, which the test answers."""
 
     def __init__(self) -> None:
         self.wanted: Sequence[BlockName] = ()
@@ -85,7 +85,7 @@ def tiers_of(*stores: Store, peers: PlayedPeers | None = None) -> KvTiers:
 
 
 def fetched(tiers: KvTiers, *names: BlockName) -> Fetch:
-    """Return the settled fetch of these blocks, up to one that is missing."""
+    """Return the completed fetch of these blocks, up to the first missing one."""
 
     def read_wanted(read: Callable[[BlockName], bool]) -> None:
         all(read(name) for name in names)

@@ -1,4 +1,4 @@
-"""An engine with a real model in the test's own process, that offers or pulls KV blocks."""
+"""An engine with a real model in the test process that offers or pulls KV blocks."""
 
 from pathlib import Path
 from threading import Event
@@ -36,11 +36,11 @@ from tests.support.waiting import PATIENCE
 
 
 class PlayedEngine:
-    """Takes requests. It has to be closed.
+    """Runs requests; must be closed.
 
     Args:
-        shards: processes that the model is cut over.
-        sockets: directory of the sockets; None: there are none, and no role.
+        shards: number of processes over which the model is sharded.
+        sockets: directory of the sockets; None: no sockets and no role.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PlayedEngine:
         return self.source
 
     def close(self) -> None:
-        """End it, as a process does; idempotent."""
+        """Shut down like a process; idempotent."""
         if self._tiers is not None:
             self._tiers.shutdown()
         self._executor.shutdown()

@@ -1,4 +1,4 @@
-"""What one engine has computed of a prompt, another reads: the same tokens, from less computing."""
+"""An engine reads another's prompt KV blocks: same tokens with less computation."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Start = Callable[..., PlayedEngine]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start engines, which are closed at the end; on busy machines they wait for each other."""
+    """Start engines and close them at the end; long timeouts allow for busy machines."""
     monkeypatch.setattr(module, "PATIENCE", PATIENCE)
     engines: list[PlayedEngine] = []
 

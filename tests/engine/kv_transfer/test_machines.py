@@ -1,4 +1,4 @@
-"""Blocks offered by one engine and pulled by another, through whatever may happen between them."""
+"""State machines of blocks offered and pulled between engines, under all link failures."""
 
 from collections import deque
 
@@ -80,7 +80,7 @@ def test_what_many_prompts_begin_with_makes_room_and_nothing_else_does() -> None
 
 
 class TwoEngines(RuleBasedStateMachine):
-    """A prefill engine with an incarnation, a decode engine, and a link that delays and is cut."""
+    """A prefill engine with an incarnation, a decode engine, and a delaying, breaking link."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The sockets for KV blocks, among peers that are silent, malicious, slow or gone."""
+"""KV block sockets with peers that are silent, malicious, slow or disconnected."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def content_of(name: BlockName) -> bytes:
 
 
 class Pulled:
-    """What has come of one pull."""
+    """The result of a pull."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[BlockName, bytes]] = []
@@ -44,7 +44,7 @@ class Pulled:
 
 
 class Ports:
-    """Makes ports on one context, in one directory."""
+    """Creates ports on one context, in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""What engines do in a split, as flags and vLLM's keys say it."""
+"""The roles of engines in disaggregated prefill, set by flags and vLLM's keys."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A process that is one engine of a lockstep group, told what to do line by line."""
+"""A process that is one engine of a lockstep group, with one command per line."""
 
 import threading
 from typing import Any
@@ -13,7 +13,7 @@ from tests.engine.processes import answer_lines
 
 
 class Member:
-    """What can be asked of it; answers are JSON too."""
+    """The commands; results are JSON."""
 
     def begin(self, rank: int) -> None:
         self.connection = GroupConnection()
@@ -29,7 +29,7 @@ class Member:
         )
 
     def ordered(self, topology: int, ranks: list[int], address: str) -> list[Any]:
-        """Carry an order out; return the engine's state, and its place if it has joined."""
+        """Execute an order; return the engine's state, and its rank if it has joined."""
         members = [GroupMember(rank, rank) for rank in ranks]
         group = self.grouping.ordered(FormGroup(topology, members, address))
         place: list[int] = []
@@ -42,7 +42,7 @@ class Member:
         return self.group.all_gather_rows(row).wait()
 
     def hears_of(self, topology: int, seconds: float) -> None:
-        """Hear of a newer group after a while, as the receiver's thread does."""
+        """Receive news of a newer group after a delay, like the receiver thread."""
         threading.Timer(seconds, self.connection.ordered, [topology]).start()
 
     def lose(self) -> str:

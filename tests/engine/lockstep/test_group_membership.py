@@ -1,4 +1,4 @@
-"""One engine's place in its lockstep group, from the orders it gets."""
+"""An engine's membership in its lockstep group, driven by orders."""
 
 import pytest
 

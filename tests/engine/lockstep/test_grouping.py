@@ -1,4 +1,4 @@
-"""Engines that carry out orders to form a group, each in a process of its own."""
+"""Engines that execute orders to form a group, each in its own process."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def engines() -> Iterator[list[Process]]:
 
 
 def form(engines: list[Process], topology: int, ranks: list[int]) -> None:
-    """Order a group of these engines: first to prepare, then to meet at the first one's address."""
+    """Order these engines to form a group: prepare, then connect to the first one's address."""
     prepared = [engines[rank].ask("ordered", topology, ranks, "") for rank in ranks]
     assert [state for state, _, _ in prepared] == ["prepared"] * len(ranks)
     for rank in ranks:

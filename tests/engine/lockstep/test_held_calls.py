@@ -1,4 +1,4 @@
-"""Pause, resume, sleep and wake_up of a group of two, whichever rank hears what first."""
+"""Pause, resume, sleep and wake_up of a group of two, in any order of delivery."""
 
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
@@ -33,7 +33,7 @@ class Rank:
         return [] if step is None else [result.error for _, result in step.utility_results]
 
     def order(self) -> StartDpWave:
-        """What the coordinator makes of this rank's report that it starts."""
+        """The coordinator's reaction to this rank's start report."""
         self.wave.next_action(self.has_work, IDLE)
         (start,) = [each for each in self.wave.take_reports() if isinstance(each, StartWave)]
         return StartDpWave(start.wave, start.rank, start.hold_epoch, start.topology)
@@ -51,7 +51,7 @@ def gather(*ranks: Rank) -> None:
 
 
 def held(call: str) -> tuple[Rank, Rank]:
-    """Two ranks whose group is held because both were asked to `call`."""
+    """Two ranks whose group is held because both received `call`."""
     ranks = Rank(0), Rank(1)
     gather(*ranks)
     for rank in ranks:

@@ -58,7 +58,7 @@ def config(*, overlap: bool, policy: str, whole: bool = False) -> EngineConfig:
 
 
 class Meeting:
-    """Where all ranks come at once and see what each has brought; ends for all at once."""
+    """A collective in which all ranks exchange values; completes for all at once."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(SIZE)
@@ -80,7 +80,7 @@ class Meeting:
 
 
 class Formation:
-    """One formation of the group: what its members share."""
+    """One formation of the group: the state shared by its members."""
 
     def __init__(self) -> None:
         self.rows, self.steps = Meeting(), Meeting()
@@ -91,7 +91,7 @@ class Formation:
 
 
 class Rows:
-    """A gather, which is over when it is waited for."""
+    """A gather that completes when it is awaited."""
 
     def __init__(self, formation: Formation, rank: int, row: list[int]) -> None:
         self._formation, self._rank, self._row = formation, rank, row
@@ -119,7 +119,7 @@ class Group:
 
 
 class JoinedExecutor(CheckedExecutor):
-    """Meets the others in each step, which runs in a thread of its own where steps overlap."""
+    """Synchronizes with the others in each step, in a separate thread if steps overlap."""
 
     def __init__(self, settings: EngineConfig, rank: int) -> None:
         super().__init__(settings)
@@ -144,7 +144,7 @@ class JoinedExecutor(CheckedExecutor):
 
 
 class Places:
-    """Joins whatever formation is ordered; stands for `Grouping`."""
+    """Joins every ordered formation; replaces `Grouping`."""
 
     def __init__(self, rank: int, executor: JoinedExecutor, formations: list[Formation]) -> None:
         self._rank, self._executor, self._formations = rank, executor, formations
@@ -166,7 +166,7 @@ class Places:
 
 
 class Engine:
-    """One member: its loop in a thread, what it is sent and what it says."""
+    """A member: its loop in a thread, its inbox and its outputs."""
 
     def __init__(self, cluster: "Cluster", rank: int, settings: EngineConfig) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -205,12 +205,12 @@ class Engine:
 
     @property
     def computes(self) -> bool:
-        """Whether a step is launched and has not landed; one that was given up is not."""
+        """Whether a step is in flight; abandoned steps do not count."""
         return any(each.pending is not None for each in self.core.steps._in_flight)
 
     @property
     def rests(self) -> bool:
-        """Whether it is paused and nothing is left to be computed or said."""
+        """Whether it is paused with nothing left to compute or send."""
         core = self.core
         is_paused = self.wave.phase is Phase.PAUSED
         return is_paused and not (core.steps.are_in_flight or core.has_requests)
@@ -232,7 +232,7 @@ class Engine:
             self.granted.append(result.call_id)
 
     def report(self, report: EngineStats | WaveReport) -> None:
-        """Stand for a coordinator that wakes all others at once."""
+        """Simulate a coordinator that wakes all others at once."""
         if isinstance(report, StartWave):
             order = StartDpWave(report.wave, report.rank, report.hold_epoch, report.topology)
             for engine in self._cluster.engines:
@@ -257,13 +257,13 @@ class Cluster:
             engine.inbox.put(FormGroup(topology, MEMBERS, "somewhere"))
 
     def regroup(self) -> None:
-        """Cut the group that there is and form another."""
+        """Break the current group and form a new one."""
         self.formations.append(Formation())
         self.formations[-2].end()
         self.form()
 
     def hold(self, call: int, first: Engine, second: Engine) -> None:
-        """Have one engine hold the group, and another end that; wait for both."""
+        """Let one engine hold the group and another release it; wait for both."""
         first.inbox.put(UtilityCall(call - 1, 0, "pause"))
         until(lambda: call - 1 in first.granted, "the group is held")
         assert not any(engine.computes for engine in self.engines)
@@ -279,7 +279,7 @@ class Cluster:
                 raise engine.failure
 
     def wait_for(self, ids: set[int]) -> dict[int, list[int]]:
-        """Wait until these requests have ended; return the tokens of all."""
+        """Wait until these requests have finished; return their tokens."""
 
         def are_over() -> bool:
             self.check()
@@ -308,7 +308,7 @@ def request(id: int) -> AddRequest:
 def served(
     seed: int, *, overlap: bool, policy: str, disturbed: bool, whole: bool = False
 ) -> dict[int, list[int]]:
-    """Serve ten requests at two engines while the group is cut and held; return their tokens."""
+    """Serve ten requests on two engines while the group breaks and is held; return the tokens."""
     rng = random.Random(seed)
     cluster = Cluster(config(overlap=overlap, policy=policy, whole=whole))
     calls = 0

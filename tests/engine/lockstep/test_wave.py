@@ -1,4 +1,4 @@
-"""One engine's wave state: what it does next, what it tells, what it takes from a gather."""
+"""An engine's wave state: next actions, reports, and effects of gathers."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def asked(wave: EngineWave, has_work: bool = False, load: RankState = IDLE) -> G
 def gather(
     engine: EngineWave, *, has_work: bool = False, peer_works: int = 0, **of_peer: Any
 ) -> None:
-    """Take the engine through a gather with one peer, which is where the engine is."""
+    """Run a gather with one peer that is in the same wave state."""
     own = asked(engine, has_work)
     engine.gathered([own.pack(), own._replace(has_work=peer_works, **of_peer).pack()])
 

@@ -1,4 +1,4 @@
-"""Random adapters as PEFT writes them, and the merged model as the reference."""
+"""Random adapters written by PEFT, and the merged model as the reference."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ TEXT_OF_SEEING_MODELS = r".*(text_model|language_model).*\.(q_proj|o_proj|down_p
 
 
 class Trained:
-    """An adapter's directory, and the model that it is merged into."""
+    """An adapter's directory, and the merged model."""
 
     def __init__(self, directory: Path, merged: Checkpoint) -> None:
         self.directory = directory
@@ -25,7 +25,7 @@ class Trained:
 
 def train(base: Checkpoint, directory: Path, seed: int, **config: Any) -> Trained:
     """Write a random adapter of a model."""
-    import peft  # which takes long: here, only where adapters are made
+    import peft  # slow, so import it only to create adapters
 
     config = dict[str, Any](r=4, lora_alpha=8, target_modules="all-linear") | config
     with warnings.catch_warnings():

@@ -2,7 +2,7 @@
 
     python -m tests.engine.lora.parity MODEL [--tensor-parallel-size N] [--pipeline-parallel-size N]
 
-MODEL is a directory or a GGUF file; its reference is transformers' model with the same weights in
+MODEL is a directory or a GGUF file; the reference is transformers' model with the same weights in
 float32. Prints how far the log-probabilities of the likeliest tokens of all prompts are apart, and
 for a Llama how far both are from what float64 makes of them.
 """

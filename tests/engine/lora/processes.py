@@ -1,4 +1,4 @@
-"""Engines that are cut over several processes, with adapters."""
+"""Engines sharded over several processes, with adapters."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +26,7 @@ REPORTING = replace(GREEDY, prompt_logprobs=20)
 
 
 class Processes:
-    """An engine, which may be cut over several processes."""
+    """An engine, optionally sharded over several processes."""
 
     def __init__(self, model: Path, head: Path | None = None, **parallel: Any) -> None:
         config = EngineConfig(
@@ -56,7 +56,7 @@ class Processes:
 
 
 class Reported(NamedTuple):
-    """What an engine reported of one token: log-probabilities of some tokens."""
+    """An engine's report for one position: log-probabilities of some tokens."""
 
     slot: int
     position: int
@@ -94,5 +94,5 @@ def largest_error(engine: Driver, references: dict[int, Any]) -> float:
 
 
 def largest_distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Return how far the numbers of two lists are apart at most."""
+    """Return the maximum absolute difference between two lists."""
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""Whole engines with adapters: cut over processes, preempted, overlapped, with grammars."""
+"""Engines with adapters: sharded, preempted, overlapped, with grammars."""
 
 import random
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
 
 
 class Served:
-    """What an engine with the adapters of a directory answers."""
+    """An engine with the adapters of a directory."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.config = EngineConfig(
@@ -178,7 +178,7 @@ class Served:
         self.versions = ["", *self.core.adapters.versions().values()]
 
     def answer(self, requests: list[AddRequest]) -> dict[int, list[int]]:
-        """Run requests to their ends."""
+        """Run requests to completion."""
         tokens: dict[int, list[int]] = {each.id: [] for each in requests}
         for each in requests:
             self.core.handle(each)
@@ -222,7 +222,7 @@ def mixed(versions: list[str], prompt: Callable[[int], list[int]]) -> list[AddRe
 
 @pytest.fixture(scope="module")
 def alone(root: Path) -> Any:
-    """Requests, and what each is answered that has an engine for itself."""
+    """Requests, and the answer of each when run alone."""
 
     def prompt(length: int) -> list[int]:
         source = random.Random(length)

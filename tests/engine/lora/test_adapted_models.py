@@ -1,4 +1,4 @@
-"""Each row of a batch is computed like the model that its adapter is merged into."""
+"""Each row of a batch is computed as by the model with its adapter merged."""
 
 import copy
 from pathlib import Path
@@ -27,7 +27,7 @@ TOLERANCE = 5e-4
 
 
 def load(driver: Any, model: Path, *adapters: Path, **settings: Any) -> Any:
-    """Return a driver whose slots have these adapters."""
+    """Return a driver with these adapters in its slots."""
     engine = driver(model, adapters=ROOM, **settings)
     for slot, directory in enumerate(adapters):
         fill(engine, slot, directory, model)

@@ -1,4 +1,4 @@
-"""Adapters on weights of few bits: as if merged into what these stand for."""
+"""Adapters on quantized weights: equal to merging into the dequantized weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Writte
 
 
 def written(form: str, model: Checkpoint, directory: Path) -> tuple[Path, Tensors]:
-    """Write a model in a format; return where, and what its weights stand for."""
+    """Write a model in a format; return its directory and its dequantized weights."""
     if form in ("Q4_0", "Q4_1"):
         path = directory / "tiny.gguf"
         return path, write_gguf(path, model.directory, "llama", Kind[form])
@@ -58,7 +58,7 @@ def written(form: str, model: Checkpoint, directory: Path) -> tuple[Path, Tensor
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """Return what a weight is with `--quantization int4`."""
+    """Return a weight as rounded by `--quantization int4`."""
     whole = quantized(weight)
     if whole is None or not fits_int4(whole):
         return weight

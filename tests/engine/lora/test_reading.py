@@ -1,4 +1,4 @@
-"""Adapters' directories, as PEFT writes them and as nobody should."""
+"""Adapter directories, as written by PEFT and malformed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def modules(checkpoint: Any) -> AdaptableModules:
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """A good adapter of the tiny Llama's first q_proj."""
+    """A valid adapter of the tiny Llama's first q_proj."""
     return write(tmp_path / "good")
 
 
@@ -237,7 +237,7 @@ def test_pipes_and_directories_in_the_place_of_files_do_not_block(
 
 @pytest.fixture
 def inside(tmp_path: Path) -> Path:
-    """What may be loaded, beside what may not."""
+    """Files that can be loaded, among files that cannot."""
     write(tmp_path / "secret")
     root = tmp_path / "root"
     root.mkdir()

@@ -1,11 +1,11 @@
-"""What tests of products and layers share."""
+"""Shared fixtures of product and layer tests."""
 
 import pytest
 
 
 @pytest.fixture
 def unpackable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor for which oneDNN packs no weights."""
+    """A simulated processor without oneDNN weight packing."""
     from tests.engine.avx2_alone import pack_nothing
 
     pack_nothing(monkeypatch)

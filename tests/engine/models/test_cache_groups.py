@@ -1,4 +1,4 @@
-"""Layers in groups of about equally many, of which none slides beside one that does not."""
+"""Layer groups of similar sizes that never mix sliding and full layers."""
 
 import pytest
 from hypothesis import given

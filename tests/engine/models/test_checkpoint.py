@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit its config is refused with everything that is wrong."""
+"""A checkpoint that does not match its config is rejected with a list of all mismatches."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Products of 16-bit weights in float32 where a processor has no arithmetic for them."""
+"""Products of 16-bit weights in float32, on processors without 16-bit arithmetic."""
 
 import pytest
 import torch

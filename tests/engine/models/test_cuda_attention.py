@@ -1,4 +1,4 @@
-"""The attention kernel of CUDA devices computes what stock operators do, whatever a step holds."""
+"""The CUDA attention kernel matches stock operators for all compositions of steps."""
 
 from typing import Any
 

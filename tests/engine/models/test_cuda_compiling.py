@@ -1,4 +1,4 @@
-"""The kernels of CUDA devices can be compiled for those that people have; none is needed."""
+"""CUDA kernels compile for common devices, without needing one."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads that do not suit a model or the settings are refused, saying why."""
+"""EAGLE-3 heads incompatible with a model or settings are rejected with a reason."""
 
 import json
 from collections.abc import Callable

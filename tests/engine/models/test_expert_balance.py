@@ -1,4 +1,4 @@
-"""Who holds which experts, from their load: properties of pure functions, and the measuring."""
+"""Expert placement from measured load: properties of pure functions, and the measurement."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models of transformers over the paged KV cache say what transformers says of whole sequences."""
+"""transformers models over the paged KV cache match transformers on whole sequences."""
 
 import json
 import logging

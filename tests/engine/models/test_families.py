@@ -1,4 +1,4 @@
-"""What families read from the hub's configs, in older and newer spellings, and what they refuse."""
+"""Families read published configs in older and newer forms, and reject unsupported ones."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Keys that a config.json leaves out mean what they mean to transformers, and none is unread."""
+"""Missing config.json keys have transformers' defaults, and no key is ignored."""
 
 import logging
 from copy import deepcopy
@@ -15,7 +15,7 @@ from tests.engine.models.test_families import BASE
 ARCHITECTURES = [name for name in FAMILIES if not name.endswith("ForConditionalGeneration")]
 _SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
-    # Experts in groups that suit their number.
+    # Groups that divide the number of experts.
     "DeepseekV3ForCausalLM": {"n_routed_experts": 16},
 }
 _NOT_DEFAULTS = {"num_hidden_layers", "eos_token_id"}
@@ -89,8 +89,8 @@ def spec(architecture: str, config: dict[str, Any]) -> ModelSpec:
 
 
 def completed(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with everything that its class adds."""
-    # The classes change what they are given.
+    """Return the config with all defaults of its class."""
+    # The classes modify their arguments.
     made: dict[str, Any] = configuration_class(architecture)(**deepcopy(config)).to_dict()
     return {**made, "dtype": None}
 

@@ -1,4 +1,4 @@
-"""Models with fused kernels: as close to themselves in float32 as with stock operators."""
+"""Models with fused kernels are as close to float32 as with stock operators."""
 
 import statistics
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Models from GGUF files say what the weights in them say, whatever these are stored as."""
+"""Models from GGUF files match their weights in every storage type."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def random_blocks(storage: Storage) -> np.ndarray:
         values = generator.standard_normal((50, 1), np.float32)
         return gguf.quantize(values, Kind[storage.name]).view(np.uint8)
     blocks = generator.integers(0, 256, (50, storage.num_bytes), dtype=np.uint8)
-    # Scales are 16-bit floats, which random bytes need not be.
+    # Scales are 16-bit floats; random bytes may not be valid ones.
     places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
     for at in places.get(storage.name, (0,)):
         scales = generator.standard_normal((50, 1)).astype(np.float16)

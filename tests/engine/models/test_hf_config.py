@@ -1,4 +1,4 @@
-"""What is read from a model's config, in both spellings, and what is refused by name."""
+"""Model config keys in both spellings, and rejected keys by name."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Products in 8 bits: their error, what they do not depend on, and where they are refused."""
+"""8-bit products: error, batch independence, and unsupported cases."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which numbers of keys are alike."""
+"""Interchangeable key counts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Models whose 16-bit weights lie in blocks of outputs are what they are in any other layout."""
+"""Models with 16-bit weights in blocks of outputs match any other weight layout."""
 
 import statistics
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: what the numbers stand for, and that they stay packed."""
+"""MXFP4 experts: decoded values, and weights that stay packed."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Weights that are stored in few bits are expanded to what their formats say they are."""
+"""Quantized weights are dequantized according to their formats."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Products are computed for few numbers of rows, and give what they would give without."""
+"""Row padding: products run for few row counts, with unchanged results."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Small experts give a token the same bits, whichever way so many tokens take."""
+"""Small experts give a token the same bits for any number of tokens."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the benchmark of stored forms writes stands for nearly the weights that it was given."""
+"""Weights written by the storage format benchmark are close to the originals."""
 
 from pathlib import Path
 

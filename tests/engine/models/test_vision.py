@@ -1,4 +1,4 @@
-"""Vision encoders agree with transformers, and configs of models that see are read."""
+"""Vision encoders agree with transformers, and configs of vision models are read."""
 
 import json
 from pathlib import Path

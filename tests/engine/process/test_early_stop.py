@@ -1,4 +1,4 @@
-"""An engine that is asked to stop while it starts leaves nothing behind."""
+"""An engine that is stopped while it starts leaves nothing behind."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""When an engine's reading thread says that front ends route to it; the others are played."""
+"""When an engine's receiver thread reports that front ends route to it; peers are simulated."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What an engine's receiver does with whatever comes, without its sockets."""
+"""An engine's receiver handling arbitrary messages, without its sockets."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""An engine that waits for a coordinator says so, and for how long it has."""
+"""An engine that waits for a coordinator logs that, and for how long."""
 
 import logging
 from queue import Empty, SimpleQueue
@@ -19,7 +19,7 @@ class Clock:
 
 
 class SilentInbox(SimpleQueue[InboxItem]):
-    """Nothing comes; who waits for it has the clock go on at once."""
+    """Never receives a message; waiting advances the clock at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

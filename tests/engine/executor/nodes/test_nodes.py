@@ -1,4 +1,4 @@
-"""A node joins an engine's leader: agreement, what workers say and are told, and every end."""
+"""A node joins an engine's leader: agreement, worker messages, and termination."""
 
 import contextlib
 import logging
@@ -52,7 +52,7 @@ SILENCE = 2.0
 
 
 def launch_of(played: Played) -> WorkerLaunch:
-    """Return what a worker is launched with."""
+    """Return the launch parameters of a worker."""
     reader = FrameReader(WorkerLaunch)
     while True:
         for launch in reader.feed(played.lifeline.recv(65536)):
@@ -61,7 +61,7 @@ def launch_of(played: Played) -> WorkerLaunch:
 
 
 class OtherNode:
-    """A joined node in a thread of its own; its workers are played."""
+    """A joined node in a separate thread, with simulated workers."""
 
     def __init__(self, config: EngineConfig, timeout: float) -> None:
         self.node = JoinedNode(config, timeout)
@@ -76,7 +76,7 @@ class OtherNode:
             self.error = error
 
     def refusal(self, links: NodeLinks) -> str:
-        """Return why it gave up, while a leader waits for it."""
+        """Return why the node failed while a leader waits for it."""
         while self.thread.is_alive():
             with contextlib.suppress(NodesMissing):
                 links.wait(lambda _: None, 0.1)
@@ -153,7 +153,7 @@ Lead = Callable[[EngineConfig], NodeLinks]
 
 @pytest.fixture
 def begun() -> Iterator["Begin"]:
-    """Return a function that has the nodes begin; it returns the worker as its team has it."""
+    """Return a function that starts the nodes and returns the worker's handle in its team."""
     made: list[StartedWorker] = []
 
     def begin(links: NodeLinks) -> StartedWorker:
@@ -208,7 +208,7 @@ def read(connection: socket.socket, count: int) -> bytes:
 
 
 def last_words(worker: StartedWorker) -> str:
-    """Return why a worker is of no use any more, as its team reads it."""
+    """Return the failure of a worker that its team reads."""
     reader, found = FrameReader(ChildStatus), []
     while data := worker.lifeline.recv(65536):
         found += reader.feed(data)
@@ -358,7 +358,7 @@ def test_a_node_without_engine_gives_up_and_says_what_is_missing(
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""How any program begins to speak to a ZeroMQ socket."""
+"""The greeting of a ZeroMQ connection."""
 ENDLESS = b"\x06" + (1 << 40).to_bytes(8)
 """The beginning of a command of as many bytes."""
 
@@ -382,7 +382,7 @@ def test_a_stranger_is_hung_up_on_and_disturbs_nobody(
 
 
 class Peer:
-    """Somebody who knows the cluster key and says what a test wants."""
+    """A peer with the cluster key that sends what a test specifies."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._context = make_context()
@@ -427,7 +427,7 @@ def test_a_hello_that_comes_twice_is_one_node_and_of_another_peer_none(
         assert second.hear(Refused) == Refused(
             "node 1 is refused: it, or another with its number, is here", final=False
         )
-        second.say(Piece(start.session, 1, "lifeline", b""))  # as if it were that node
+        second.say(Piece(start.session, 1, "lifeline", b""))  # pretends to be that node
         assert second.hear(Over).session == start.session
         peer.say(Alive(start.session))
         assert peer.hear(Alive).session == start.session
