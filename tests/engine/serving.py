@@ -1,4 +1,4 @@
-"""One engine with a real model in the test's own process, given requests and run until they end."""
+"""Runs requests to completion on one engine with a real model, in the test process."""
 
 from pathlib import Path
 from threading import Event
@@ -45,7 +45,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "scored": {"temperature": 0.3, "logprobs": 3},
     "scored prompt": {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
 }
-"""What requests may ask for that changes draws."""
+"""Request parameters that affect sampling."""
 
 
 class Answer(NamedTuple):

@@ -387,7 +387,7 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Return the same of a sequence that shows images."""
         tokens, given = torch.tensor([token_ids]), shown_to(self.reference, images)
-        # Generated tokens show nothing, whatever they are.
+        # Generated tokens never stand for images.
         types = torch.zeros_like(tokens)
         for image in images:
             types[0, image.position : image.position + image.num_tokens] = 1
@@ -444,7 +444,7 @@ def save_tiny_model(name: str, directory: Path, seed: int, **options: Any) -> Ch
 
 
 def save_tiny_model_with_vision(name: str, directory: Path, seed: int) -> Checkpoint:
-    """Write a named model that sees images."""
+    """Write a named vision model."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     family, settings = MODELS_WITH_VISION[name]

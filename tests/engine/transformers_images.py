@@ -1,4 +1,4 @@
-"""Images of requests as transformers takes them."""
+"""Request images converted to transformers' inputs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where kernels for CUDA devices are tested: on one, else in Triton's interpreter.
+"""The device for testing CUDA kernels: a real one, or Triton's interpreter.
 
 That is chosen in `tests.support.interpreter`.
 """

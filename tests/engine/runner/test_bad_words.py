@@ -1,4 +1,4 @@
-"""Words that an output must not contain, found without looking at each of them."""
+"""Bad words are matched without checking each of them."""
 
 import numpy as np
 from hypothesis import given
@@ -46,4 +46,4 @@ def test_many_words_cost_a_step_no_more_than_one() -> None:
         for _ in range(1000):
             words.completing(output)
 
-    takes_less_than(1.0, steps)  # a look at each word would take over a minute
+    takes_less_than(1.0, steps)  # checking each word would take over a minute

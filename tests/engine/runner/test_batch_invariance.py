@@ -24,7 +24,7 @@ ALONE = (*[1] * 20, 40, *[1] * 8, 56, *[1] * 16)
 """Tokens of each step of one sequence by itself: decodes at its beginning and its end and around
 64 tokens and 128, where kernels begin other blocks of keys, and two chunks between them."""
 CAPS_SCORES = has_pairs() and not float32_is_faster()
-"""Whether there is a kernel that attends token by token with capped scores."""
+"""Whether there is a per-token attention kernel with capped scores."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-biased", {}),
     ("mistral-window", {}),
@@ -198,7 +198,7 @@ def test_functions_with_one_kernel_are_tried_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_dim", "has_sinks"),  # each two values meet once
+    ("dtype", "heads", "head_dim", "has_sinks"),  # covers every pair of values
     [
         (torch.float32, (4, 1), 64, False),
         (torch.float32, (14, 2), 48, True),  # matrix units treat other sizes differently
@@ -224,7 +224,7 @@ def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
 
     def attend(*rows: tuple[int, int]) -> torch.Tensor:
-        """Attend from some rows, each from a position on to so many tokens."""
+        """Attend from some rows, each with this many tokens from a position on."""
         starts, counts = (np.array(each) for each in zip(*rows, strict=True))
         shape = AttentionRows(
             starts=starts,

@@ -1,4 +1,4 @@
-"""Draws from logits agree with draws from probabilities, whatever shares the batch."""
+"""Sampling from logits agrees with sampling from probabilities, for any batch."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_logits_and_their_probabilities_draw_the_same(
     scaled = logits.double() / torch.from_numpy(temperature).unsqueeze(1)
     expected = draw_from_weights(torch.softmax(scaled, dim=-1).float(), uniforms)
     drawn = draw(logits, temperature, uniforms)
-    # A draw may fall on the rounded boundary between two tokens.
+    # A sample can fall on the rounded boundary between two tokens.
     assert (drawn == expected).sum() >= 39
 
 

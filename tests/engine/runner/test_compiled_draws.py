@@ -1,4 +1,4 @@
-"""Where draws are computed by the kernel, and where they are not."""
+"""When sampling uses the kernel, and when it does not."""
 
 import sys
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_without_numba_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_that_draws_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_arguments: int) -> None:
-        """Leave the target as it is, but for what lies there by chance."""
+        """Do not write the target, whose memory is arbitrary."""
 
     monkeypatch.setattr(draws, "draw", nothing)
     monkeypatch.setattr(torch, "empty", torch.zeros)

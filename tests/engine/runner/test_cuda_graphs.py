@@ -1,4 +1,4 @@
-"""How decode steps are recorded, with a stand-in for the recorder of torch.cuda."""
+"""Recording of decode steps, with a fake torch.cuda recorder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

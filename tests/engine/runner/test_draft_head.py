@@ -1,4 +1,4 @@
-"""A draft head proposes what its formula says, and changes nothing about what is generated."""
+"""A draft head's proposals match its formula and do not change the output."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,7 +223,7 @@ def tokens_of(core: EngineCore, id: int) -> list[int]:
 def test_requests_that_are_aborted_leave_nothing_to_others(
     core: EngineCore, target: Checkpoint, head: Eagle3Reference, proposals: Proposals
 ) -> None:
-    """Their slots and blocks go to others, at any moment."""
+    """Their slots and blocks can be reused at any moment."""
     requests = greedy_requests(BIAS)
     for id, each in enumerate(requests * 3):
         core.handle(AddRequest(id, str(id), 0, 0, each.prompt_token_ids, each.sampling))

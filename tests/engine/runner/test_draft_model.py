@@ -1,4 +1,4 @@
-"""A draft model changes nothing about what a model generates, whatever it proposes."""
+"""A draft model does not change a model's output, whatever it proposes."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ Cut = Callable[[int], Path]
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Cut:
-    """Writes the first layers of the bundled model as a model of its own."""
+    """Write the first layers of the bundled model as a separate model."""
 
     def write(layers: int) -> Path:
         directory = tmp_path_factory.mktemp("cut")
@@ -65,7 +65,7 @@ def serve_all(**options: Any) -> tuple[list[Answer], EngineStats]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[Answer]:
-    """What the bundled model answers by itself."""
+    """The bundled model's answers without drafts."""
     return serve_all()[0]
 
 
@@ -165,7 +165,7 @@ def test_it_may_be_a_copy_in_few_bits(plain: list[Answer]) -> None:
 
 
 def test_it_finds_cached_prefixes_too() -> None:
-    """Sequences that begin with another's blocks are drafted as well as that one."""
+    """Sequences with a cached prefix are drafted as well as the original one."""
     prompt = SOME_TEXT * 2
     requests = [request(id, [*prompt, 70 + id], max_tokens=8, temperature=0) for id in range(20)]
     answers, stats = serve(
@@ -198,7 +198,7 @@ def settings(cache: CacheConfig, max_drafting: int | None = None) -> EngineConfi
 
 
 def answers(core: EngineCore, *requests: AddRequest) -> dict[int, list[int]]:
-    """Return what an engine answers to requests that come at once, by their ids."""
+    """Return an engine's answers to simultaneous requests, by request id."""
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}
     for each in requests:
         core.handle(each)

@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p leave of a row, by torch's operators and by kernels."""
+"""Top-k, top-p and min-p filtering by torch's operators and by kernels."""
 
 from typing import NamedTuple
 

@@ -26,7 +26,7 @@ from tests.test_bundled_model import PASSAGE
 
 
 def relative(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return each row's distance from its reference, as a part of that."""
+    """Return each row's relative distance from its reference."""
     distances: torch.Tensor = (values - reference).norm(dim=1) / reference.norm(dim=1)
     return distances
 

@@ -1,4 +1,4 @@
-"""Engines whose layers have block tables of their own: what their requests get does not show it."""
+"""Engines with separate block tables per layer group generate the same output."""
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ def requests_with_common_beginnings(*, logprobs: int | None = None) -> list[AddR
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
 def test_answers_are_batch_invariant(name: str, checkpoint: SaveModel) -> None:
-    """Beside others, behind cached prefixes and after preemptions they are those of one alone."""
+    """In batches, with cached prefixes and after preemptions, tokens equal a lone run's."""
     directory, requests = checkpoint(name).directory, requests_with_common_beginnings(logprobs=2)
     answers, stats = serve(
         directory, requests, dtype="bfloat16", num_blocks=24, batch_invariant=True

@@ -1,4 +1,4 @@
-"""Threads of the LM head: more while it computes for many rows, and the same tokens."""
+"""The LM head uses more threads for many rows and generates the same tokens."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Memory that is kept for the next step, and memory that is only taken when used."""
+"""Memory kept for the next step, and memory allocated only when used."""
 
 import ctypes
 import resource

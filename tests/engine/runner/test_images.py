@@ -1,4 +1,4 @@
-"""Sequences that show images are computed as transformers computes them, in any steps."""
+"""Sequences with images match transformers, for any division into steps."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def logits_in_steps(
     chunks: tuple[int, ...],
     cached: int,
 ) -> torch.Tensor:
-    """Return the logits of a prompt: in chunks, or of what follows a cached prefix if any."""
+    """Return the logits of a prompt in chunks, or of the part after a cached prefix."""
     engine.start(0, tokens, images=images)
     if not cached:
         return torch.cat([engine.logits({0: chunk}) for chunk in chunks])

@@ -1,4 +1,4 @@
-"""How many blocks a KV cache gets, and that its memory is only taken when used."""
+"""The number of blocks of a KV cache; its memory is allocated only when used."""
 
 import os
 from typing import Any

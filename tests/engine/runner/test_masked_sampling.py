@@ -1,4 +1,4 @@
-"""Rows with a grammar draw what it allows, whatever else they ask for; others are left alone."""
+"""Rows with a grammar sample allowed tokens with any parameters; other rows are unaffected."""
 
 import itertools
 import json

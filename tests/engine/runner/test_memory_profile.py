@@ -1,4 +1,4 @@
-"""The largest step, and what it leaves of a device."""
+"""The largest step, and the device memory that remains."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a step returns beside plain tokens, and what a slot keeps between steps."""
+"""Step results other than tokens, and slot state kept between steps."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_draws_are_the_same_whether_all_states_of_a_step_are_computed_or_only_th
         computed = {0: 1, 1: 1, 2: 25, 3: 69, 9: 12}  # of which 3 and 9 draw nothing
         return engine.step(computed), engine.step({3: 1, 9: 18})
 
-    # To report a prompt takes the states of all its tokens.
+    # Prompt logprobs need the hidden states of all prompt tokens.
     for those, everything in zip(step(None), step(0), strict=True):
         assert everything.prompt_logprobs
         assert those.token_ids == everything.token_ids

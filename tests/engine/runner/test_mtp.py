@@ -1,4 +1,4 @@
-"""A checkpoint's own layer for multi-token prediction drafts, and changes no token."""
+"""A checkpoint's multi-token prediction layer drafts tokens and changes no output."""
 
 import json
 from pathlib import Path

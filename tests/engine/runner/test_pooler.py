@@ -1,4 +1,4 @@
-"""Decoders that make vectors: of the last token, however the prompt is computed."""
+"""Pooling decoders: last-token vectors, for any division of the prompt into steps."""
 
 from pathlib import Path
 from typing import Any

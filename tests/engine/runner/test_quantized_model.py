@@ -1,4 +1,4 @@
-"""Whole models in 8 or 4 bits: how far they are from the ones that they were rounded from."""
+"""Models in 8 or 4 bits: distance from the originals."""
 
 import math
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_every_kind_of_layer_is_close_in_8_bits(
     quantized.start(0, tokens)
     expected = exact.logits({0: 60})
     errors = (quantized.logits({0: 60}) - expected).norm(dim=1) / expected.norm(dim=1)
-    assert errors.median() < 0.1  # a router may choose another expert for a few tokens
+    assert errors.median() < 0.1  # a router can choose a different expert for a few tokens
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -1,4 +1,4 @@
-"""Every sampling parameter against a straightforward reference, and draws that repeat."""
+"""Every sampling parameter compared with a simple reference, and reproducible sampling."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def table() -> SlotTable:
 
 @pytest.fixture
 def start(table: SlotTable) -> Start:
-    """Return a function that gives a slot tokens and parameters."""
+    """Return a function that assigns tokens and parameters to a slot."""
 
     def start(
         slot: int, prompt: Sequence[int] = (1,), output: Sequence[int] = (), **sampling: Any

@@ -1,4 +1,4 @@
-"""Draft tokens change nothing about what a model generates, whatever was asked for."""
+"""Draft tokens do not change a model's output, for any request parameters."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_answers_are_those_without_drafts() -> None:
 
 
 def test_answers_are_the_same_where_only_some_are_drafted_for() -> None:
-    """What can be only one token is easy to foretell; four that are equally likely are not."""
+    """A single possible token is easy to predict; four equally likely ones are not."""
     allowed = {id: (70,) if id % 2 else (60, 61, 62, 63) for id in range(8)}
     requests = [
         request(id, SOME_TEXT[: 11 + 2 * id], temperature=50.0, allowed_token_ids=tokens)

@@ -18,7 +18,7 @@ from tests.support.checked_executor import CheckedExecutor
 
 
 class Rig:
-    """Keeps every budget in view and remembers what each request was given."""
+    """Checks all budgets and records the output of each request."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Rig:
         images: Sequence[EncoderInput] = (),
         **sampling: object,
     ) -> AddRequest:
-        """Note what `expected` has to know about a request, and return its message."""
+        """Record a request for `expected`, and return its message."""
         params = {"max_tokens": 4, "seed": id} | sampling
         self.requests[id] = AddRequest(
             id,
@@ -142,7 +142,7 @@ class Rig:
         return plan
 
     def update(self) -> dict[int, list[RequestOutput]]:
-        """Take the result of the oldest step in flight."""
+        """Process the result of the oldest step in flight."""
         plan, pending = self.in_flight.popleft()
         outputs = self.scheduler.update(plan, pending.result(), self.now)
         self.scheduler.check_integrity()
@@ -182,7 +182,7 @@ class Rig:
         raise AssertionError(f"still work after {max_steps} steps")
 
     def expected(self, id: int) -> tuple[list[int], str]:
-        """Return what the request has to be given, and why it ends, when it runs alone."""
+        """Return the expected output and finish reason of the request when it runs alone."""
         message, info = self.requests[id], self.executor.info
         sampling = message.sampling
         tokens = message.prompt_token_ids + message.output_token_ids
@@ -199,14 +199,14 @@ class Rig:
         return tokens[known:], "length"
 
     def assert_complete(self, *ids: int) -> None:
-        """Every request (or every one named) ended with exactly the expected tokens."""
+        """Assert that all (or the given) requests ended with exactly the expected tokens."""
         for id in ids or self.requests:
             tokens, reason = self.expected(id)
             assert self.tokens[id] == tokens, f"request {id}"
             assert self.last[id].finish_reason == reason, f"request {id}"
 
     def assert_idle(self) -> None:
-        """Nothing is held: all blocks and slots are free."""
+        """Assert that all blocks and slots are free."""
         gauges = self.scheduler.gauges()
         assert not self.scheduler.has_work
         assert gauges == (0, 0, 0.0, 0)

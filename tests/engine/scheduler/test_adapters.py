@@ -1,4 +1,4 @@
-"""Which adapters a step is computed with, and that nobody waits for a slot for ever."""
+"""The adapters of a step; no request waits for an adapter slot forever."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ MakeRig = Callable[..., Rig]
 
 
 def adapters_of(rig: Rig, slots: list[int]) -> set[str]:
-    """Return the adapters of the sequences that have these slots."""
+    """Return the adapters of the sequences in these slots."""
     running = rig.scheduler._books.running.values()
     return {request.adapter for request in running if request.slot in slots} - {""}
 

@@ -1,4 +1,4 @@
-"""Numbered changes of the blocks that can be found, and all of them for who is late."""
+"""Numbered changes of the cached blocks, and full snapshots for late readers."""
 
 from engine.scheduler.prefix_cache import BlockChanges, BlockLog
 from engine.shared.messages import ALL_BLOCKS

@@ -1,4 +1,4 @@
-"""What the decodes of several large tenants together may add to the steps of a small one."""
+"""Limits on what decodes of several large tenants add to a small tenant's steps."""
 
 import math
 
@@ -16,7 +16,7 @@ SLOWDOWN = 1.25
 
 
 class Decodes:
-    """An engine on which each tenant decodes some sequences without end."""
+    """An engine on which each tenant decodes some endless sequences."""
 
     def __init__(self, sequences: list[int]) -> None:
         self.fairness = Fairness(StepCosts(), Engine(1024, 1 << 16), max_slowdown=SLOWDOWN)
@@ -43,7 +43,7 @@ class Decodes:
         return [each.tenant for each in self.requests if each.id not in held]
 
     def rows(self, steps: int) -> list[int]:
-        """Return how many rows each of some steps has."""
+        """Return the number of rows of each of some steps."""
         return [len(self.step()) for _ in range(steps)]
 
 

@@ -1,4 +1,4 @@
-"""Drafts are as long as pays: never much dearer than none, and never missing where they help."""
+"""Draft lengths: never much more expensive than none, and used where they help."""
 
 import random
 from collections.abc import Callable
@@ -18,14 +18,14 @@ IsRight = Callable[[int, int], bool]
 
 
 def price(decodes: int, lengths: list[int], prices: Prices) -> float:
-    """Return what a step costs with drafts of such lengths."""
+    """Return the cost of a step with these draft lengths."""
     passes = [sum(length > place for length in lengths) for place in range(max(lengths))]
     drafting = sum(prices.draft * prices.step(requests) for requests in passes)
     return prices.step(decodes + sum(lengths)) + drafting
 
 
 class Trace:
-    """Runs so many requests at once, all of which can always have a draft."""
+    """Runs this many requests concurrently, each of which always has a draft."""
 
     def __init__(self, decodes: int, most: int, prices: Prices) -> None:
         self.lengths = DraftLengths(most, prices)
@@ -35,7 +35,7 @@ class Trace:
         self.price = 0.0
 
     def step(self, number: int, is_right: IsRight) -> list[int]:
-        """Take a step and return how many tokens were drafted for each request."""
+        """Run a step and return the number of draft tokens of each request."""
         decodes = len(self.offers)
         lengths = self.lengths.decide(decodes, self.offers)
         assert all(0 <= n <= each.most for n, each in zip(lengths, self.offers, strict=True))

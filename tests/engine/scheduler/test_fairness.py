@@ -1,4 +1,4 @@
-"""How tenants share an engine: nobody's flood pushes others back, and nobody is starved."""
+"""Fair sharing among tenants: floods do not delay other tenants, and none starves."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Images in prompts: encoded within a budget, kept while there is room, and told apart."""
+"""Images in prompts: encoded within a budget, cached, and distinguished."""
 
 import random
 from collections.abc import Callable
@@ -227,7 +227,7 @@ def test_prompts_with_the_same_images_share_blocks_and_those_with_others_do_not(
     add(rig, 2, 5, image(1, 0), 8)
     add(rig, 3, 5, image(2, 0), 8)
     rig.run()
-    rig.assert_complete()  # with memory that tells images apart
+    rig.assert_complete()  # with a KV cache that distinguishes images
     cached = [rig.first[id].num_cached_tokens for id in (1, 2, 3)]
     assert cached == [0, 28, 4]
     assert counts(rig)[2] == 2

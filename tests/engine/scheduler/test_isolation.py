@@ -1,4 +1,4 @@
-"""A suspect runs alone: whatever dies with it was its doing, and nobody else is lost."""
+"""A suspect runs alone, so that a crash identifies it and affects no other request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def rows_of(rig: Any, plan: Any) -> set[int]:
 
 
 def run_noting_rows(rig: Any, depth: int) -> list[tuple[int, set[int]]]:
-    """Run to the end; return who ran alone and whose rows there were, plan by plan."""
+    """Run to completion; return the exclusive request and the rows' requests of each plan."""
     noted: list[tuple[int, set[int]]] = []
     for _ in range(500):
         if not rig.scheduler.has_work:

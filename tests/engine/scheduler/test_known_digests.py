@@ -1,4 +1,4 @@
-"""Sequences that begin like others are hashed no further than they are new."""
+"""Shared prefixes of sequences are not hashed again."""
 
 from unittest.mock import patch
 
@@ -24,7 +24,7 @@ def chain(token_ids: list[int], root: bytes = ROOT_DIGEST) -> list[bytes]:
 
 
 def hashed_for(kv: KVCacheManager, token_ids: list[int], root: bytes = ROOT_DIGEST) -> int:
-    """Compute a sequence and let it go; return how many blocks were hashed for it."""
+    """Compute and release a sequence; return the number of blocks hashed for it."""
     with patch.object(kv_cache, "block_digest", wraps=block_digest) as hashed:
         table = BlockTable(root)
         assert kv.try_admit(table, token_ids, use_cache=True, headroom=0) is not None

@@ -1,4 +1,4 @@
-"""Two plans in flight: a step is planned before the tokens of the one before are known."""
+"""Two plans in flight: a step is planned before the previous one's tokens are known."""
 
 from collections.abc import Callable
 from typing import Any

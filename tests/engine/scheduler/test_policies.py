@@ -50,7 +50,7 @@ def level(*, wait_weight: int = 4, hold_per_rank: int = 16) -> Level:
 
 
 def steps_until_granted(policy: AdmissionPolicy, table: Sequence[RankState]) -> tuple[int, Grant]:
-    """Show the same table until prefill may run; return how many steps it was held."""
+    """Present the same table until prefill can run; return the number of held steps."""
     for step in range(10_000):
         grant = policy.decide(step, table)
         if grant.token_cap != 0:

@@ -1,4 +1,4 @@
-"""The priority policy: who starts first, who gives way, and who never does."""
+"""The priority policy: which requests start first, and which are preempted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def prompt(length: int, first: int = 0) -> list[int]:
 
 
 def ended(rig: Any) -> list[int]:
-    """Run to the end and return the requests in the order in which they ended."""
+    """Run to completion; return the requests in order of completion."""
     rig.run()
     rig.assert_complete()
     rig.assert_idle()

@@ -1,4 +1,4 @@
-"""What the prompts of all tenants together may add to the steps of streams, and what they get."""
+"""Limits on what all tenants' prompts add to the steps of streams, and their shares."""
 
 import math
 import random

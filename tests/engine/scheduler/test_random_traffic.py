@@ -47,7 +47,7 @@ HOLDS = [
 
 
 def shared_prompt(family: int, length: int, vocab_size: int) -> list[int]:
-    """Prompts of one family begin alike."""
+    """Prompts of one family share a prefix."""
     return [(family + i * i) % vocab_size for i in range(length)]
 
 
@@ -204,7 +204,7 @@ class Traffic(RuleBasedStateMachine):
         assert rig.scheduler.gauges().kv_usage == 0
 
     def finish(self) -> None:
-        """Run what is left and compare."""
+        """Run the remaining requests and compare."""
         rig = self.rig
         rig.run(depth=self.depth)
         while rig.in_flight:

@@ -1,4 +1,4 @@
-"""What a scheduler says about how long requests took, and how many tokens its steps had."""
+"""A scheduler's statistics of request durations and tokens per step."""
 
 from engine.shared.messages import RequestOutput, RequestTiming
 from tests.engine.scheduler.conftest import Rig

@@ -1,4 +1,4 @@
-"""No request or tenant makes steps long for others: more of its sequences take fairness."""
+"""No request or tenant makes steps long for others with many sequences."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Prompts that are computed in one step each, since chunked prefill is off."""
+"""Prompts computed in one step each, with chunked prefill disabled."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sequences that are computed in one step: whole or not at all, in turn, within the budget."""
+"""Sequences computed in a single step: never split, in order, within the budget."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Groups of layers that slide free the blocks behind their window, and only these."""
+"""Sliding-window layer groups free exactly the blocks behind their window."""
 
 from collections.abc import Sequence
 

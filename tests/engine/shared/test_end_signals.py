@@ -1,4 +1,4 @@
-"""A process that is asked to end knows by which signals."""
+"""A process records which signals ask it to end."""
 
 import signal
 import subprocess

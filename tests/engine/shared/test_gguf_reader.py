@@ -1,4 +1,4 @@
-"""Files that claim to be models: nothing is made of a count before the file is known to have it."""
+"""Malformed model files: counts are checked against the file size before allocation."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files cut and join texts as those that they were made from."""
+"""Tokenizers from GGUF files encode and decode like the originals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What grammars are accepted, and what is said about those that are not."""
+"""Accepted grammars, and the errors of rejected ones."""
 
 import contextlib
 import json

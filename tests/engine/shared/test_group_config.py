@@ -1,4 +1,4 @@
-"""The list of settings on which engines have to agree is complete."""
+"""The list of settings that must be equal on all engines is complete."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Peers with another cluster key are named in the log on both sides, and only there."""
+"""Peers with a different cluster key are logged on both sides, and only there."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Probes are answered from what the main loop said last."""
+"""Probes are answered from the main loop's last report."""
 
 import socket
 import struct

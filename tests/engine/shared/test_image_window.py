@@ -1,4 +1,4 @@
-"""Images cross once, and engines have all that front ends leave out."""
+"""Images are sent once, and engines still have all images that front ends omit."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Ports on which several cluster keys are accepted, while one takes the place of another."""
+"""Ports that accept several cluster keys during key rotation."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ OLD, NEW, WRONG = (f"{name:->32}" for name in ("old", "new", "wrong"))
 
 
 class Node:
-    """One node's files with keys, as a secret's volume shows them."""
+    """A node's key files, as in a mounted secret volume."""
 
     def __init__(self, directory: Path, key: str, accepted: str | None = None) -> None:
         directory.mkdir()

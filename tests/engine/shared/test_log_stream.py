@@ -1,4 +1,4 @@
-"""Log lines where nobody reads them, nothing has room for them, or everything is closed."""
+"""Log lines to pipes that are not read, full or closed."""
 
 import fcntl
 import os

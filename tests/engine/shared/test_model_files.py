@@ -1,4 +1,4 @@
-"""By which names a model is served that nobody has named."""
+"""Default served names of models."""
 
 import os
 import re

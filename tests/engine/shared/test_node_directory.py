@@ -1,4 +1,4 @@
-"""The private directory of a node: fresh, locked, whole, and gone when its maker has gone."""
+"""A node's private directory: new, locked, complete, and removed when its creator exits."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What is decided about patterns without backtracking."""
+"""Pattern matching and analysis without backtracking."""
 
 from functools import partial
 

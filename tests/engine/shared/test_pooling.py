@@ -1,4 +1,4 @@
-"""How a model pools, by its files and by settings."""
+"""A model's pooling method, from its files and settings."""
 
 import json
 from pathlib import Path

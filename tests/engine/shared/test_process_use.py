@@ -1,4 +1,4 @@
-"""What a process takes of its machine, beside what psutil says of it."""
+"""Resource usage of a process, compared with psutil."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which engines front ends of each kind of load balancing scope."""
+"""The engines in scope of a front end, by load-balancing mode."""
 
 import pytest
 

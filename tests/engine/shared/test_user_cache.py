@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again."""
+"""The directory of regenerable files."""
 
 import os
 import pwd

@@ -1,4 +1,4 @@
-"""Settings become vLLM's arguments, or are refused by name; nothing is ignored."""
+"""Settings become vLLM arguments or are rejected by name; none is ignored."""
 
 from pathlib import Path
 

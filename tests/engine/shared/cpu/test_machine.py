@@ -1,4 +1,4 @@
-"""What a made-up /sys says of a machine, and binding this process for a moment."""
+"""Reading a machine from a fake /sys, and binding this process temporarily."""
 
 import os
 from pathlib import Path

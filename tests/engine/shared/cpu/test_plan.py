@@ -1,4 +1,4 @@
-"""Where the processes of a node run, on machines that are made up."""
+"""CPU placement of a node's processes, on simulated machines."""
 
 import random
 
