@@ -1,5 +1,7 @@
-"""With --batch-invariant a token's logits do not depend on what else is computed with it: bit for
-bit, whatever the batch, the chunks of the prompt, and whether it is decoded or computed again."""
+"""With --batch-invariant, logits are bit-identical for any batch composition.
+
+That holds for any chunking of the prompt, and for decoded as well as recomputed tokens.
+"""
 
 from typing import Any
 

@@ -1,5 +1,7 @@
-"""Models whose KV cache is in 8 bits (--kv-cache-dtype fp8): how far they are from the others, and
-that they say the same however their steps are divided."""
+"""Models with an 8-bit KV cache (--kv-cache-dtype fp8): accuracy, and step independence.
+
+Results do not depend on the division into steps.
+"""
 
 import math
 from pathlib import Path
