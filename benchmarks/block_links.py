@@ -63,7 +63,8 @@ class BlockLinks:
             while True:
                 for path in self._sockets.rglob("*-blocks"):
                     if path not in self._servers:
-                        await self._get_between(path)
+                        with contextlib.suppress(FileNotFoundError):  # the engine has just died
+                            await self._get_between(path)
                 await asyncio.sleep(_LOOK_INTERVAL)
         finally:
             for server in self._servers.values():

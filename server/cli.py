@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +135,6 @@ def _save_sharded_state(config: ShardedConfig) -> int:
     return fetch.save_sharded_state(config, save)
 
 
-def _run_batch(config: RunBatchConfig) -> int:
-    is_elsewhere = config.batch.url or config.parallel.data_parallel_size > 1
-    if is_elsewhere or find_spec("torch") is None:  # the server it starts reports what is missing
-        from server.batch import command
-
-        return command.run_batch(config)
-    from swell import batch
-
-    return batch.run_batch(config)
-
-
 def _doctor(config: DoctorConfig) -> int:
     from server import doctor
 
@@ -269,11 +257,11 @@ COMMANDS = {
         _doctor,
     ),
     "run-batch": Command(
-        "answer a file of requests, with a running server, one started for it, or one engine here",
+        "answer a file of requests, with a running server or one started for it",
         "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,
-        _run_batch,
+        _imported("server.batch.command", "run_batch"),
         hidden=frozenset(
             {
                 "coordinator",

@@ -69,8 +69,7 @@ class AsyncLLM:
     def __init__(self, app: FastAPI, engine: LocalEngine, tasks: tuple[str, ...]) -> None:
         self.supported_tasks = tasks
         """The model's task, in vLLM's terms: generate, embed or classify."""
-        self.app = app
-        """The endpoints."""
+        self._app = app
         self._engine = engine
         self._room = asyncio.Semaphore(MAX_CONCURRENCY)
 
@@ -97,8 +96,7 @@ class AsyncLLM:
         config = settings.load(ServeConfig, options, {})
         defaults = defaults_for(config, num_cuda_devices())
         config = settings.load(ServeConfig, options, {}, defaults=defaults)
-        if reason := why_not_here(config):
-            raise settings.SettingsError(reason)
+        _check_alone(config)
         directory = await asyncio.to_thread(
             model_directory, config.model, weights=config.model.load_format != "dummy"
         )
@@ -222,7 +220,7 @@ class AsyncLLM:
         async def serve() -> None:
             ended = Exception("the endpoint sent no answer")
             try:
-                await self.app(scope, receive, parts.put)
+                await self._app(scope, receive, parts.put)
             except Exception as error:
                 ended = error
             await parts.put(ended)
@@ -341,14 +339,15 @@ class LLM:
         self._loop.close()
 
 
-def why_not_here(config: ServeConfig) -> str | None:
-    """Return why these settings need `swell serve`; None if they work in a program."""
-    parallel, cache = config.parallel, config.cache
+def _check_alone(config: ServeConfig) -> None:
+    """Refuse settings that need `swell serve`."""
+    parallel = config.parallel
     if parallel.data_parallel_size > 1 or parallel.processes > 1:
-        return (
+        raise settings.SettingsError(
             "data_parallel_size, tensor_parallel_size and pipeline_parallel_size have to be 1 in a "
             "program: use swell serve for several engines or processes"
         )
+    cache = config.cache
     others = {
         "enable_lora": config.lora.enable_lora,
         "engine_backend": config.executor.engine_backend != "swell",
@@ -358,6 +357,8 @@ def why_not_here(config: ServeConfig) -> str | None:
         "kv_events_config": cache.kv_events_config,
         "kv_memory_tier_bytes": cache.kv_memory_tier_bytes,
         "kv_disk_tier_dir": cache.kv_disk_tier_dir,
+        "usage_report": config.supervisor.usage_report,
     }
-    found = next((name for name, value in others.items() if value), None)
-    return found and f"{found} is for swell serve"
+    for name, is_set in others.items():
+        if is_set:
+            raise settings.SettingsError(f"{name} needs swell serve")

@@ -133,10 +133,10 @@ def hostile_requests(
 async def measure(every: int, only: str) -> list[tuple[float, int, str]]:
     """Serve the bundled model in this process, send everything, and return the costs."""
     async with await AsyncLLM.start() as llm:
-        _, document = await ask(llm.app, "/openapi.json", None)
+        _, document = await ask(llm._app, "/openapi.json", None)
         settle_heap()  # like a front end
         requests = hostile_requests(msgspec.json.decode(document), every, only)
-        return sorted(await holds_of(llm.app, requests), reverse=True)
+        return sorted(await holds_of(llm._app, requests), reverse=True)
 
 
 def main() -> None:

@@ -129,6 +129,7 @@ class Planner:
             return
         if not budget.can_admit or request.id in self._books.compiling:
             return
+        self._restore(request)
         while (
             not self._books.num_free_slots
             or not self._adapters.admits(request.adapter, first=True)
@@ -273,6 +274,7 @@ class Planner:
             if not self._fairness.group_tokens(request):
                 groups.add(request.group)
                 continue
+            self._restore(request)
             if self._in_one_step and not self._fits_whole(request, budget):
                 return
             cached = self._try_admit(request)
@@ -307,18 +309,25 @@ class Planner:
         """Allocate a waiting request's blocks; return the number of cached tokens in them."""
         if request.num_steps_in_flight:
             return None
-        table, headroom = request.table, self.headroom if self._books.running else 0
-        if request.fetch is not None:
-            self._books.counters.kv_tier_hits += self._kv.restore(
-                request.fetch, table, request.token_ids, headroom=headroom
-            )
-            request.fetch = None
         return self._kv.try_admit(
-            table,
+            request.table,
             request.token_ids,
             use_cache=not request.lacks_prompt_logprobs,
-            headroom=headroom,
+            headroom=self._headroom,
         )
+
+    def _restore(self, request: Request) -> None:
+        """Put blocks that were fetched for a waiting request into the cache."""
+        if request.fetch is None or request.num_steps_in_flight:
+            return
+        self._books.counters.kv_tier_hits += self._kv.restore(
+            request.fetch, request.table, request.token_ids, headroom=self._headroom
+        )
+        request.fetch = None
+
+    @property
+    def _headroom(self) -> int:
+        return self.headroom if self._books.running else 0
 
     def _chunk(self, request: Request, budget: StepBudget) -> int:
         """Return how many prompt tokens of a request can be computed in this step.

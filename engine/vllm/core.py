@@ -99,8 +99,7 @@ class VllmCore:
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
         arguments = engine_arguments(config, known)
         if current_platform.is_cpu():
-            # vLLM rewinds a seeded generator after each prefill chunk, which CPU ones cannot do.
-            arguments["enable_chunked_prefill"] = False
+            _compute_whole_prompts(arguments)
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         if model.runner_type != "generate":
@@ -286,29 +285,39 @@ class VllmCore:
                 self._config.structured_outputs_config,
                 self._tokenizer,
             )
-            if message.encoder_inputs:
-                if self._images is None or not self._images.takes_images:
-                    raise NotOffered("messages", "this engine takes no images")
-                self._images.begin(message, wanted)
-                message = replace(message, encoder_inputs=[])  # vLLM keeps its own copies
-            else:
-                self._enter(message, wanted)
+            if message.encoder_inputs and not (self._images and self._images.takes_images):
+                raise NotOffered("messages", "this engine takes no images")
         except Exception as error:
             return _failed(message, error)
-        self._counters.grammar_requests += message.sampling.grammar is not None
         self._sequences[message.id] = Sequence(message, time.monotonic())
         self._uncomputed += message.num_tokens
+        if message.alone or self._alone or self._held:
+            self._held.append(wanted)
+        else:
+            self._begin(message, wanted)
         return None
 
-    def _enter(self, message: AddRequest, wanted: Any) -> None:
-        request, _ = self._core.preprocess_add_request(wanted)
-        if self._moves is Moves.RESUMED:
-            resume(request, message.output_token_ids)
-        continue_grammar(request, message.output_token_ids)
-        if message.alone or self._alone or self._held:
-            self._held.append(request)
+    def _begin(self, message: AddRequest, wanted: Any) -> None:
+        """Start preparing the images of a request or, without images, queue it in vLLM."""
+        if message.encoder_inputs and self._images is not None:
+            self._images.begin(message, wanted)
+            # vLLM keeps its own copies.
+            self._sequences[message.id].message = replace(message, encoder_inputs=[])
         else:
-            self._core.add_request(request)
+            self._enter(message, lambda: wanted)
+
+    def _enter(self, message: AddRequest, prepared: Callable[[], Any]) -> None:
+        try:
+            request, _ = self._core.preprocess_add_request(prepared())
+            if self._moves is Moves.RESUMED:
+                resume(request, message.output_token_ids)
+            continue_grammar(request, message.output_token_ids)
+        except Exception as error:
+            self._forget(message.id)
+            self._front_ends.address(message.front_end).append(_failed(message, error))
+            return
+        self._counters.grammar_requests += message.sampling.grammar is not None
+        self._core.add_request(request)
 
     def _eos(self) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
@@ -427,13 +436,7 @@ class VllmCore:
     def _enter_prepared(self, images: ImagePreparation) -> None:
         idle = not (self._core.batch_queue or self._core.scheduler.has_requests())
         for request_id, prepared in images.done(idle=idle):
-            message = self._sequences[request_id].message
-            try:
-                self._enter(message, prepared.result())
-            except Exception as error:
-                self._forget(request_id)
-                answers = self._front_ends.address(message.front_end)
-                answers.append(_failed(message, error))
+            self._enter(self._sequences[request_id].message, prepared.result)
 
     def _advance(self) -> None:
         core = self._core
@@ -498,14 +501,18 @@ class VllmCore:
         if self._alone and (self._alone not in self._sequences or self._alone_steps <= 0):
             self._alone = 0
             return True
-        while self._held and self._admits and not self._alone:
+        while self._held and self._admits:
             message = self._sequences[int(self._held[0].request_id)].message
-            if message.alone:
+            if self._alone not in (0, message.id):
+                break
+            if message.alone and not self._alone:
                 if len(self._sequences) > len(self._held) or self._core.batch_queue:
-                    return False
+                    break
                 self._alone, self._alone_steps = message.id, message.alone
-            self._core.add_request(self._held.popleft())
-        return bool(self._alone) and self._front_ends.told.alone != self._alone
+            if self._alone and self._front_ends.told.alone != self._alone:
+                return True
+            self._begin(message, self._held.popleft())
+        return False
 
     def _take(self, *, changes_alone: bool = False) -> CoreStep:
         news = News(self._is_halted, self.halting.hands_over, self._alone)
@@ -526,3 +533,22 @@ def _failed(message: AddRequest, error: Exception) -> RequestOutput:
 
 def _seed_draws(_worker: Any, seed: int, rank: int) -> None:
     set_random_seed(seed, rank)
+
+
+def _compute_whole_prompts(arguments: dict[str, Any]) -> None:
+    """Set vLLM's arguments so that each prompt is computed in one step.
+
+    vLLM rewinds a seeded generator after each prefill chunk, which CPU generators cannot do.
+
+    Raises:
+        ValueError: a setting requires chunked prefill.
+    """
+    if arguments.get("long_prefill_token_threshold"):
+        raise ValueError(
+            "--long-prefill-token-threshold: vLLM engines on CPUs compute each prompt in one "
+            "step: leave it out"
+        )
+    arguments["enable_chunked_prefill"] = False
+    if EngineArgs(**arguments).create_model_config().is_hybrid:
+        # The prefix cache of hybrid models needs chunked prefill.
+        arguments.setdefault("enable_prefix_caching", False)

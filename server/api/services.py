@@ -1,5 +1,6 @@
 """Shared services of the endpoints, created once per process."""
 
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -29,12 +30,14 @@ from server.router.generation_client import GenerationClient, NoEngineAvailable
 from server.store.service import ResponseStore
 from server.text.detokenizer import TokenTable
 from server.text.request_templates import RequestTemplates
-from server.text.tokenizer import ServedTokenizer, TokenizerError
+from server.text.tokenizer import ServedTokenizer
 
 if TYPE_CHECKING:
     from server.media.images import Images
     from server.media.processors import ImageProcessor
     from server.upstreams.forwarder import Forwarder
+
+logger = logging.getLogger(__name__)
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,9 +200,8 @@ def _images(
         return None
     token_id = tokenizer.token_to_id(processor.token)
     if token_id is None:
-        raise TokenizerError(
-            f"the tokenizer has no token {processor.token}, which stands for images"
-        )
+        logger.warning("no images: the tokenizer has no token %s", processor.token)
+        return None
     from server.media.images import Images  # imports Pillow, which only models with images need
 
     return Images(processor, token_id, config.media, metrics, max_images=config.model.max_images)

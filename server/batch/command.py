@@ -6,12 +6,11 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import msgspec
-from fastapi import FastAPI
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -42,10 +41,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
 _CHECK_SECONDS = 30.0
 
 
-Here = Callable[[], AbstractAsyncContextManager[FastAPI]]
-"""Serves the endpoints of a model in this process."""
-
-
 class ServerUnusable(Exception):
     """The server is unreachable or denies access."""
 
@@ -55,11 +50,8 @@ async def send_all(
     config: BatchConfig,
     requests: Iterator[BatchRequest],
     done: Callable[[BatchResult], None],
-    transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
     """Send all requests to a server; report each result as soon as it arrives.
-
-    `transport` replaces HTTP.
 
     Raises:
         ServerUnusable: no server responds, before any request is counted as failed.
@@ -73,7 +65,6 @@ async def send_all(
         timeout=httpx.Timeout(config.request_timeout, connect=10.0),
         limits=httpx.Limits(max_connections=config.max_concurrency),
         trust_env=False,
-        transport=transport,
     ) as client:
         try:
             models = await client.get("/v1/models", timeout=_CHECK_SECONDS)
@@ -84,7 +75,7 @@ async def send_all(
 
         async def work() -> None:
             for request in requests:  # one iterator shared by all workers
-                done(await _send(client, request, config))
+                done(await _send(client, request, config.max_retries))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -94,33 +85,16 @@ async def send_all(
             raise group.exceptions[0] from None
 
 
-async def _answer_here(
-    here: Here,
-    config: BatchConfig,
-    requests: Iterator[BatchRequest],
-    done: Callable[[BatchResult], None],
-) -> None:
-    """Like `send_all`, without a server."""
-    async with here() as app:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        await send_all("http://localhost", config, requests, done, transport)
-
-
-async def _send(
-    client: httpx.AsyncClient, request: BatchRequest, config: BatchConfig
-) -> BatchResult:
+async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
     """Send one request, with retries up to the limit."""
     name, body = new_id(), bytes(request.body)
-    for attempt in range(config.max_retries + 1):
-        last, asked_wait = attempt == config.max_retries, None
+    for attempt in range(max_retries + 1):
+        last, asked_wait = attempt == max_retries, None
         try:
-            async with asyncio.timeout(config.request_timeout):
-                answer = await client.post(
-                    request.url, content=body, headers={"x-request-id": name}
-                )
-        except (httpx.HTTPError, TimeoutError) as error:
-            if last or isinstance(error, httpx.ReadTimeout | TimeoutError):
-                timed_out = isinstance(error, httpx.TimeoutException | TimeoutError)
+            answer = await client.post(request.url, content=body, headers={"x-request-id": name})
+        except httpx.HTTPError as error:
+            if last or isinstance(error, httpx.ReadTimeout):
+                timed_out = isinstance(error, httpx.TimeoutException)
                 code = "request_timeout" if timed_out else "connection_error"
                 why = BatchError(code, f"{type(error).__name__}: {error}")
                 return BatchResult(id=name, custom_id=request.custom_id, error=why)
@@ -147,16 +121,13 @@ def _wait(attempt: int, asked: str | None) -> float:
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
-def run_batch(config: RunBatchConfig, here: Here | None = None) -> int:
-    """Run a batch; return 0 if every request was answered or refused, else 1.
-
-    `here`, if given, replaces a server.
-    """
+def run_batch(config: RunBatchConfig) -> int:
+    """Run a batch; return 0 if every request was answered or refused, else 1."""
     console = Console(stderr=True)
     # SIGTERM ends a run as Ctrl-C does: answered requests are already in the file.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(config, console, here)
+        return _run(config, console)
     except (OSError, OutputBusy, ServerFailed, ServerUnusable) as error:
         print(f"swell run-batch: {error}", file=sys.stderr)
         return 1
@@ -167,7 +138,7 @@ def run_batch(config: RunBatchConfig, here: Here | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run(config: RunBatchConfig, console: Console, here: Here | None) -> int:
+def _run(config: RunBatchConfig, console: Console) -> int:
     batch = config.batch
     if not batch.input_file or not batch.output_file:
         print("swell run-batch: an input file and an output file are needed", file=sys.stderr)
@@ -182,7 +153,7 @@ def _run(config: RunBatchConfig, console: Console, here: Here | None) -> int:
             left = sum(1 for _ in _unanswered(lines, output.answered))
         if left:
             url = (batch.url or "").rstrip("/")
-            if not url and here is None:
+            if not url:
                 with console.status("starting a server"):
                     own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
                     url = stack.enter_context(own).url
@@ -206,10 +177,7 @@ def _run(config: RunBatchConfig, console: Console, here: Here | None) -> int:
                 bar.update(task, advance=1, description=told)
 
             requests = _unanswered(stack.enter_context(source.open("rb")), {*output.answered})
-            if here is None:
-                asyncio.run(send_all(url, batch, requests, done))
-            else:
-                asyncio.run(_answer_here(here, batch, requests, done))
+            asyncio.run(send_all(url, batch, requests, done))
         with source.open("rb") as lines:
             output.order(_attempts(lines))
     console.print(

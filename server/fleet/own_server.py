@@ -5,12 +5,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 from engine.shared.config import Section
-from engine.shared.settings import Setting, settings_of
+from engine.shared.settings import settings_of
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
@@ -22,19 +21,18 @@ class ServerFailed(Exception):
     """The server did not become ready; the message contains its last output."""
 
 
-def shared_settings(config: Section) -> Iterator[tuple[Setting, Any]]:
-    """Yield a command's settings that `swell serve` shares and that differ from their defaults."""
+def serve_arguments(config: Section) -> list[str]:
+    """Return arguments of `swell serve` for the settings that a command shares with it.
+
+    Settings at their defaults are left out.
+    """
+    arguments: list[str] = []
     known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
     for setting in settings_of(type(config)):
-        value = getattr(getattr(config, setting.section), setting.name)
-        if (setting.section, setting.name) in known and value != setting.default:
-            yield setting, value
-
-
-def serve_arguments(config: Section) -> list[str]:
-    """Return arguments of `swell serve` for the settings that a command shares with it."""
-    arguments: list[str] = []
-    for setting, value in shared_settings(config):
+        section: Section = getattr(config, setting.section)
+        value: Any = getattr(section, setting.name)
+        if (setting.section, setting.name) not in known or value == setting.default:
+            continue
         if setting.name == "model":
             arguments.insert(0, value)
         elif setting.is_bool:

@@ -389,18 +389,21 @@ def run(config: ServeConfig) -> int:
         ):
             return await Supervisor(backend, console, node).run()
 
+    code = 1
     try:
         # Missing files of a hub model are downloaded here, with a progress display.
         directory = model_directory(config.model, weights=needs_weights)
         report = begin_usage_report(config, directory)
-        code = asyncio.run(serve())
-        end_usage_report(config, report, code)
+        try:
+            code = asyncio.run(serve())
+        finally:
+            end_usage_report(config, report, code)
         return code
     # Printed after all processes have exited, so that it is the last output.
     except (OSError, BadNode, CannotServe, ModelNotFound, StartupFailed) as error:
         text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
         console.print(text, highlight=False, soft_wrap=True)
-        return 1
+        return code
 
 
 def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":

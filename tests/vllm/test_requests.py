@@ -1,7 +1,9 @@
 """Requests as vLLM takes them, in vLLM's own environment."""
 
 import json
+import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
+from engine.vllm.core import _compute_whole_prompts
 from engine.vllm.requests import Moves, NotOffered, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
@@ -48,6 +51,11 @@ for seed_given in (True, False):
     message = AddRequest(1, "x", 0, 0, [1], sampling)
     drawn.append(core_request(message, {}, None, Moves.RESUMED).sampling_params.seed)
 print(json.dumps(drawn))
+too_short = {"long_prefill_token_threshold": 5}
+try:
+    _compute_whole_prompts(too_short)
+except ValueError as error:
+    print(json.dumps(str(error)))
 """
 
 
@@ -57,7 +65,7 @@ def said() -> list[Any]:
     done = subprocess.run(
         [PYTHON, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    return [json.loads(line) for line in done.stdout.splitlines()[-4:]]
+    return [json.loads(line) for line in done.stdout.splitlines()[-5:]]
 
 
 def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
@@ -76,3 +84,50 @@ def test_what_vllm_engines_do_not_do_is_refused_by_the_parameter(said: list[Any]
 
 def test_only_seeds_of_clients_are_passed_on(said: list[Any]) -> None:
     assert said[3] == [7, None]
+
+
+def test_what_divides_prompts_is_refused_on_cpus(said: list[Any]) -> None:
+    assert said[4].startswith("--long-prefill-token-threshold: ")
+
+
+HYBRID = {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "torch_dtype": "bfloat16",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "max_position_embeddings": 4096,
+    "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_n_groups": 1,
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+HYBRID_PROGRAM = """
+import sys
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from engine.vllm.core import _compute_whole_prompts
+
+arguments = {"model": sys.argv[1], "skip_tokenizer_init": True}
+_compute_whole_prompts(arguments)
+config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+print(config.scheduler_config.enable_chunked_prefill, config.cache_config.enable_prefix_caching)
+"""
+
+
+def test_models_with_state_layers_start_on_cpus(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    command = [str(PYTHON), "-c", HYBRID_PROGRAM, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_images_of_requests_that_run_alone_are_prepared_in_their_turn() -> None:
+    command = [str(PYTHON), "-m", "tests.vllm.alone"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
+    busy, alone, after = json.loads(done.stdout.splitlines()[-1])
+    assert busy == [[1], []]
+    assert alone == [[1, 2], ["2"]]
+    assert after == [[1, 2, 3], ["4", "3"]]

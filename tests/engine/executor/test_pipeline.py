@@ -295,7 +295,7 @@ def test_layers_are_divided_evenly_and_the_last_stage_has_no_more_than_others() 
 def test_what_cannot_be_divided_is_refused_with_what_to_do() -> None:
     with pytest.raises(UnsupportedModel, match="--pipeline-parallel-size 4 is more than the 3"):
         divide_layers(3, 4)
-    with pytest.raises(UnsupportedModel, match=r"--pipeline-layer-partition 1,3 is of 4 layers.*5"):
+    with pytest.raises(UnsupportedModel, match=r"--pipeline-layer-partition 1,3 has 4 layers.*5"):
         divide_layers(5, 2, (1, 3))
 
 

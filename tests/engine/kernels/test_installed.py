@@ -70,7 +70,7 @@ def test_a_name_that_is_no_target_is_refused_with_those_there_are(
     monkeypatch.setattr(sys, "argv", ["installed", "avx3"])
     with pytest.raises(SystemExit):
         installed.main()
-    assert "'avx3' is none of amx, avx512-bf16" in capsys.readouterr().err
+    assert "'avx3' is not one of amx, avx512-bf16" in capsys.readouterr().err
 
 
 def test_elsewhere_engines_compile_as_they_start(

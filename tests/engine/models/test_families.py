@@ -344,7 +344,7 @@ def test_deepseek_keeps_a_latent_and_chooses_within_groups() -> None:
         (
             "DeepseekV3ForCausalLM",
             {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
-            "has 3",
+            "with 3 per token",
         ),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "kv_lora_rank"),
         ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 0}, "qk_rope_head_dim"),
