@@ -77,9 +77,12 @@ class RunningStack:
 
     def __enter__(self) -> "RunningStack":
         port = 0 if self._log is None else _free_port()
+        # `vllm serve` wants the model first; a port among the flags takes precedence.
+        named = bool(self._arguments) and not self._arguments[0].startswith("-")
+        model, flags = self._arguments[:named], self._arguments[named:]
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [*self._program, self._command, *self._arguments, "--port", str(port)],
+            [*self._program, self._command, *model, "--port", str(port), *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._log is None else self._log,
             stderr=subprocess.STDOUT,
