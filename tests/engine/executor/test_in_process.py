@@ -262,7 +262,7 @@ def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
     executor.take_weights()
     executor.settle_weights(back=False)
     assert executor.submit(plan([7, 8, 9])).result() == other
-    with pytest.raises(CannotDo, match="not there any more"):
+    with pytest.raises(CannotDo, match="no longer available"):
         executor.settle_weights(back=True)
 
 
