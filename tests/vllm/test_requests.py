@@ -14,13 +14,15 @@ pytestmark = pytest.mark.vllm
 
 PROGRAM = """
 import json
+import os
 
 from vllm import SamplingParams as Vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
+from engine.shared.config import ParallelConfig
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
-from engine.vllm.core import _compute_whole_prompts
+from engine.vllm.core import _compute_whole_prompts, _thread_binding
 from engine.vllm.requests import Moves, NotOffered, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
@@ -56,6 +58,9 @@ try:
     _compute_whole_prompts(too_short)
 except ValueError as error:
     print(json.dumps(str(error)))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+bound = [_thread_binding(ParallelConfig(data_parallel_size=each)) for each in (1, 2)]
+print(json.dumps(bound == [str(min(os.sched_getaffinity(0))), "nobind"]))
 """
 
 
@@ -65,7 +70,7 @@ def said() -> list[Any]:
     done = subprocess.run(
         [PYTHON, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    return [json.loads(line) for line in done.stdout.splitlines()[-5:]]
+    return [json.loads(line) for line in done.stdout.splitlines()[-6:]]
 
 
 def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
@@ -88,6 +93,10 @@ def test_only_seeds_of_clients_are_passed_on(said: list[Any]) -> None:
 
 def test_what_divides_prompts_is_refused_on_cpus(said: list[Any]) -> None:
     assert said[4].startswith("--long-prefill-token-threshold: ")
+
+
+def test_the_only_engine_of_a_node_binds_its_threads(said: list[Any]) -> None:
+    assert said[5] is True
 
 
 HYBRID = {
