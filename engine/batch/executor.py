@@ -30,8 +30,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_fingerprint: str
-    pools: bool = False
-    """Whether sequences produce vectors instead of tokens."""
     task: str = "generate"
     """Task of the model: generate, embed or classify."""
     in_one_step: bool = False
@@ -52,6 +50,11 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Spec of the image encoder; None if images are refused."""
     embedding_bytes: int = 0
     """Bytes of one image token's embedding."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether sequences produce vectors instead of tokens."""
+        return self.task != "generate"
 
     def check_unchanged(self, fingerprint: str) -> None:
         """Check that a reloaded model is the same.

@@ -53,7 +53,6 @@ class EncoderExecutor(Executor):
             vocab_size=loaded.vocab_size,
             eos_token_ids=(),
             model_fingerprint=loaded.fingerprint,
-            pools=True,
             task=pooling.task,
             in_one_step=True,
             has_kv=False,

@@ -494,7 +494,6 @@ class InProcessExecutor(GroupExecutor):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             model_fingerprint=loaded.fingerprint,
-            pools=pooling is not None,
             task="generate" if pooling is None else pooling.task,
             in_one_step=in_one_step,
             cache_windows=windows,

@@ -21,15 +21,10 @@ def check_draft_settings(config: EngineConfig) -> None:
     Raises:
         BadDraftModel: naming the setting to change.
     """
-    if not config.scheduler.drafts_with_model:
-        return
-    refused = {
-        "leave out --executor simulated, which computes no model": (
-            config.executor.executor == "simulated"
-        ),
-    }
-    if reasons := _asked(refused):
-        raise BadDraftModel(f"{_asking(config)}: {reasons}")
+    if config.scheduler.drafts_with_model and config.executor.executor == "simulated":
+        raise BadDraftModel(
+            f"{_asking(config)}: leave out --executor simulated, which computes no model"
+        )
 
 
 def _asked(refused: dict[str, bool]) -> str:

@@ -162,7 +162,6 @@ class SimulatedExecutor(GroupExecutor):
             vocab_size=vocab_size,
             eos_token_ids=(),
             model_fingerprint=f"simulated-{vocab_size}",
-            pools=pooling is not None,
             task="generate" if pooling is None else pooling.task,
             in_one_step=pooling is not None and pooling.in_one_step,
             num_stages=config.parallel.pipeline_parallel_size,

@@ -84,6 +84,14 @@ def settings_of(config_type: type[Section]) -> Iterator[Setting]:
             yield Setting(section, field.name, _plain(field.type), field.default, text, words)
 
 
+def changes_of(config: Section) -> Iterator[tuple[Setting, Any]]:
+    """Yield every setting that differs from its default, with its value, in definition order."""
+    for setting in settings_of(type(config)):
+        value = getattr(getattr(config, setting.section), setting.name)
+        if value != setting.default:
+            yield setting, value
+
+
 def _plain(annotation: Any) -> Any:
     """Strip bounds and an optional None from an annotation."""
     if typing.get_origin(annotation) is typing.Annotated:

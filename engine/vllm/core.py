@@ -122,8 +122,8 @@ class VllmCore:
         )
         # Otherwise unseeded sequences sample identically on all freshly started engines.
         self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
-        takes_media = model.supports_multimodal_inputs
-        self._images = ImagePreparation(self._config) if takes_media else None
+        images = ImagePreparation(self._config) if model.supports_multimodal_inputs else None
+        self._images = images if images is not None and images.takes_images else None
         self.vocab_size: int = model.get_vocab_size()
         self.halting = Halting()
         self.weights = WeightsSource(config.model.model, config.model.revision, weight_version)
@@ -157,7 +157,7 @@ class VllmCore:
             cache.kv_cache_memory_bytes,
             kv_cache_dtype=str(cache.cache_dtype),
             utilities=UTILITIES,
-            images=self._images is not None and self._images.takes_images,
+            images=self._images is not None,
             image_window=IMAGE_WINDOW_BYTES,
             whole_images=True,
         )
@@ -284,7 +284,7 @@ class VllmCore:
                 self._config.structured_outputs_config,
                 self._tokenizer,
             )
-            if message.encoder_inputs and not (self._images and self._images.takes_images):
+            if message.encoder_inputs and self._images is None:
                 raise NotOffered("messages", "this engine takes no images")
         except Exception as error:
             return _failed(message, error)

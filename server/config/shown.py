@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.shared.config import Section
-from engine.shared.settings import settings_of
+from engine.shared.settings import changes_of
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$")
 """Names of settings with secret values; paths of files with secrets are shown."""
@@ -36,10 +36,7 @@ def without_secrets(settings: Any) -> Any:
 
 def changed_settings(config: Section) -> str:
     """Return one line that lists the settings that differ from their defaults."""
-    changed = {}
-    for each in settings_of(type(config)):
-        value = getattr(getattr(config, each.section), each.name)
-        if value != each.default:
-            changed[each.name] = msgspec.to_builtins(value)
-    shown = without_secrets(changed)
+    shown = without_secrets(
+        {setting.name: msgspec.to_builtins(value) for setting, value in changes_of(config)}
+    )
     return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "all defaults"

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.shared.config import Section
-from engine.shared.settings import settings_of
+from engine.shared.settings import changes_of, settings_of
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
@@ -28,10 +28,8 @@ def serve_arguments(config: Section) -> list[str]:
     """
     arguments: list[str] = []
     known = {(setting.section, setting.name) for setting in settings_of(ServeConfig)}
-    for setting in settings_of(type(config)):
-        section: Section = getattr(config, setting.section)
-        value: Any = getattr(section, setting.name)
-        if (setting.section, setting.name) not in known or value == setting.default:
+    for setting, value in changes_of(config):
+        if (setting.section, setting.name) not in known:
             continue
         if setting.name == "model":
             arguments.insert(0, value)

@@ -389,11 +389,11 @@ def run(config: ServeConfig) -> int:
         ):
             return await Supervisor(backend, console, node).run()
 
-    code = 1
     try:
         # Missing files of a hub model are downloaded here, with a progress display.
         directory = model_directory(config.model, weights=needs_weights)
         report = begin_usage_report(config, directory)
+        code = 1
         try:
             code = asyncio.run(serve())
         finally:
@@ -403,7 +403,7 @@ def run(config: ServeConfig) -> int:
     except (OSError, BadNode, CannotServe, ModelNotFound, StartupFailed) as error:
         text = f"[bold red]swell cannot start:[/] {escape(str(error))}"
         console.print(text, highlight=False, soft_wrap=True)
-        return code
+        return 1
 
 
 def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":

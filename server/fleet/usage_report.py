@@ -13,7 +13,7 @@ import msgspec
 from engine.shared.config import Section
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.devices import num_cuda_devices
-from engine.shared.settings import settings_of
+from engine.shared.settings import changes_of
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 from engine.shared.writable import writable_file
 from server.config import ServeConfig
@@ -79,11 +79,9 @@ def end_usage_report(config: ServeConfig, report: UsageReport | None, code: int)
 def _settings(config: Section) -> dict[str, Any]:
     """Return the settings that differ from their defaults; free text is replaced by true."""
     found = {}
-    for each in settings_of(type(config)):
-        value = getattr(getattr(config, each.section), each.name)
-        if value != each.default:
-            is_plain = isinstance(value, bool | int | float | None) or value in each.choices
-            found[each.name] = value if is_plain else True
+    for setting, value in changes_of(config):
+        is_plain = isinstance(value, bool | int | float | None) or value in setting.choices
+        found[setting.name] = value if is_plain else True
     return found
 
 

@@ -28,8 +28,6 @@ from engine.vllm.requests import Moves
 class Images:
     """Prepares an image when it is told to."""
 
-    takes_images = True
-
     def __init__(self) -> None:
         self.under_way: dict[int, Any] = {}
         self.began: list[int] = []

@@ -18,7 +18,7 @@ class Rig:
     """A scheduler over an encoder that answers each sequence with its tokens."""
 
     def __init__(self, *, depth: int = 1, budget: int = 64, seqs: int = 8, **settings: Any) -> None:
-        info = ExecutorInfo(seqs, 40, 1000, (), "", pools=True, in_one_step=True, has_kv=False)
+        info = ExecutorInfo(seqs, 40, 1000, (), "", task="embed", in_one_step=True, has_kv=False)
         config = SchedulerConfig(
             max_num_seqs=seqs, max_num_batched_tokens=budget, max_slowdown=1.25, **settings
         )
