@@ -185,13 +185,18 @@ class Lifeline:
                 on_lost()
                 return
             logger.error("the supervisor has exited: stopping")
-            leads = os.getpgrp() == os.getpid()
-            # SIGTERM without a handler, as during startup, would end only this process.
-            if not leads or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-                os.kill(os.getpid(), signal.SIGTERM)
-                threading.Event().wait(ORPHAN_GRACE)
-            if leads:  # includes its own children, such as vLLM's workers
-                os.killpg(0, signal.SIGKILL)
-            os._exit(1)
+            # Not a daemon: a main thread that ends in time does not end it.
+            threading.Thread(target=_end_orphan, daemon=False).start()
 
         threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _end_orphan() -> None:
+    leads = os.getpgrp() == os.getpid()
+    # SIGTERM without a handler, as during startup, would end only this process.
+    if not leads or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.main_thread().join(ORPHAN_GRACE)
+    if leads:  # includes its own children, such as vLLM's workers
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -245,10 +245,12 @@ class Child:
                 logger.exception("a line of %s cannot be shown", self.name)
 
     async def wait(self) -> Ended:
-        """Wait until the process has exited and its output is read."""
+        """Wait until the process has exited and its output is read; end what it has started."""
         code = await self._process.wait()
+        self._signal_group(signal.SIGTERM)
         # A grandchild may keep the pipe open: its output is not waited for.
         await asyncio.wait(self._tasks, timeout=1.0)
+        self._signal_group(signal.SIGKILL)
         for task in self._tasks:
             task.cancel()
         self._lifeline.close()
@@ -262,9 +264,12 @@ class Child:
         """Kill the process and its session, which includes its own children such as vLLM's
         workers."""
         if self.alive:
-            with contextlib.suppress(ProcessLookupError):  # a fork that has not called setsid yet
-                os.killpg(self.pid, signal.SIGKILL)
+            self._signal_group(signal.SIGKILL)
         self._signal(signal.SIGKILL)
+
+    def _signal_group(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # none are left, or it has not called setsid
+            os.killpg(self.pid, signum)
 
     async def end_hung(self) -> None:
         """Make it print its threads' stacks, which works even while it hangs, then kill it."""

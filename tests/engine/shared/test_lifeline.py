@@ -91,12 +91,12 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
     child.stdin.close()
 
 
-@pytest.mark.parametrize("reaction", ["SIG_IGN", "SIG_DFL"])
-def test_a_child_that_does_not_handle_sigterm_ends_with_what_it_has_started(reaction: str) -> None:
+@pytest.mark.parametrize("reaction", ["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: sys.exit()"])
+def test_a_child_whose_supervisor_dies_ends_with_what_it_has_started(reaction: str) -> None:
     ours, theirs = socket.socketpair()
     program = (
         "import signal, subprocess, sys, time; from engine.shared.lifeline import Lifeline;"
-        f"signal.signal(signal.SIGTERM, signal.{reaction});"
+        f"signal.signal(signal.SIGTERM, {reaction});"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         "Lifeline.from_environment().watch(); print(other.pid, flush=True); time.sleep(600)"
     )
