@@ -180,6 +180,70 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
        {"type": "apply_patch_call", "call_id": "d", "operation": {"type": "delete_file"}},
        {"type": "apply_patch_call_output", "call_id": "d", "status": "completed"},
        said("user", "b")]}), "<|user|>a<|end|><|user|>b<|end|>"),
+    ("openai/codex#10635",
+     ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "tools":
+      [G, {"type": "web_search"}, {"type": "image_generation", "output_format": "png"}]}),
+     '"name": "g"'),
+    ("ogx-ai/ogx#4617",
+     ("/v1/responses", {"max_output_tokens": 8, "input":
+      [{"type": "message", "role": "user", "content": "hi"}],
+      "tools": [{**G, "strict": None, "description": None}]}), '"name": "g"'),
+    ("lmstudio-ai/lmstudio-bug-tracker#2203",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tools":
+      [{"type": "function", "function": {"name": "submit", "parameters": {"type": "object"}}}]}),
+     '"name": "submit"'),
+    ("TencentCloud/TencentDB-Agent-Memory#1313",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [{"role": "user", "content": [{"type": "text", "text": "Say hi."}]},
+       after_call("{}")[1],
+       {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]}]}),
+     "<tool_response>sunny</tool_response>"),
+    ("vllm-project/vllm#13978",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "assistant", "content": "Hi.", "tool_calls": []}, SAY_HI]}),
+     "<|assistant|>Hi.<|end|>"),
+    ("Mangi-11/Eta#59",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [{"role": "system", "content": "a"}, SAY_HI, {"role": "assistant", "content": "Hi."},
+       {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}),
+     "<|system|>a<|end|><|user|>Say hi.<|end|><|assistant|>Hi.<|end|><|user|>b\n\nc<|end|>"),
+    ("anthropics/claude-code#52057",
+     moved({"type": "text", "text": "", "cache_control": {"type": "ephemeral"}},
+           {"type": "text", "text": "Hi."}), "Hi.<|end|>"),
+    ("router-for-me/CLIProxyAPI#512",
+     moved({"type": "thinking", "thinking": "hm", "signature": "s",
+            "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Hi."}),
+     "<|assistant|>Hi.<|end|>"),
+    ("anthropics/claude-code#51985",
+     ("/v1/messages", {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8},
+      "messages": [SAY_HI, {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
+                   SAY_HI]}), "<|assistant|>Hi.<|end|>"),
+    ("anthropics/claude-code#2663",
+     ("/v1/messages", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "assistant", "content": []}, SAY_HI]}), "<|user|>Say hi.<|end|>"),
+    ("anthropics/claude-code#1571",
+     moved({"type": "tool_use", "id": "t", "name": "g", "input": {}}), '"name": "g"'),
+    ("anthropics/claude-code#12692",
+     ("/v1/messages", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "user", "content":
+       [{"type": "tool_result", "tool_use_id": "gone", "content": "sunny"}]}]}),
+     "<tool_response>sunny</tool_response>"),
+    *[(f"{report}: {next(iter(schema))}",
+       ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tool_choice": "required",
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters":
+         {"type": "object", "properties": {"a": schema}, "required": ["a"],
+          "additionalProperties": False}}}]}), '"name": "f"')
+      for report, schema in (
+          ("anomalyco/opencode#43371", {"exclusiveMinimum": 0, "type": "integer", "maximum": 2000}),
+          ("i-am-bee/beeai-framework#1215",
+           {"minItems": 1, "type": "array", "items": {"type": "string"}, "maxItems": 3}),
+          ("vllm-project/vllm#16880",
+           {"minItems": 1, "type": "array", "items": {"type": "object"}}),
+          ("withcatai/node-llama-cpp#388",
+           {"prefixItems": [{"type": "string"}, {"type": "integer"}], "type": "array",
+            "items": False}),
+          ("BerriAI/litellm#34319", {"multipleOf": 5, "type": "integer"}),
+      )],
     ("ikawrakow/ik_llama.cpp#1964, a probe",
      ("/v1/responses", {"input": [], "max_output_tokens": 1}), "<|user|><|end|>"),
 ]  # fmt: skip
@@ -303,6 +367,25 @@ def test_an_image_of_the_user_is_refused_by_name(http: Any) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages[0].content[0]"
     assert "this model reads text" in answer.json()["error"]["message"]
+
+
+GPT_OSS = (
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "[{{ message.content or message.thinking }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("content", "shown"), [(None, "[hm]"), ("", "[hm]"), ("Look.", "[Look.]")])
+def test_reasoning_before_a_call_is_shown_to_gpt_oss(
+    http: Any, engines: Any, content: str | None, shown: str
+) -> None:
+    """ggml-org/llama.cpp#17040, ggml-org/llama.cpp#19703."""
+    engines.tokenizer.chat_template = ChatTemplate(GPT_OSS, {})
+    turns = after_call("{}")
+    turns[1] |= {"content": content, "reasoning_content": "hm"}
+    http.chat(messages=turns, tools=[WEATHER])
+    assert shown_prompt(engines) == shown
 
 
 FAILS_ON_TEXT = (
