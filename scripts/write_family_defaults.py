@@ -1,7 +1,8 @@
 """Writes engine/models/families/defaults.json: the defaults of keys missing from a config.json.
 
 Defaults and aliases of keys come from transformers' configuration class of every architecture with
-a family. A key of such a class that the family does not read must have its default value.
+a family, and of every model_type that has a class of its own but another's architecture. A key of
+such a class that the family does not read must have its default value.
 """
 
 import dataclasses
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.models.families.config import HARMLESS
 from engine.models.families.registry import FAMILIES
@@ -31,9 +34,19 @@ def configuration_class(architecture: str) -> Any:
     return model.config_class.sub_configs.get("text_config", model.config_class)
 
 
-def class_defaults(architecture: str) -> dict[str, Any]:
-    """Return the class's defaults of keys that affect computation, and its key aliases."""
-    made = configuration_class(architecture)
+def other_types() -> dict[str, Any]:
+    """Return the configuration classes of types with the architecture of another, by type."""
+    return {
+        kind: CONFIG_MAPPING[kind]
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if name in FAMILIES
+        and not CONFIG_MAPPING[kind].sub_configs
+        and CONFIG_MAPPING[kind] is not configuration_class(name)
+    }
+
+
+def class_defaults(made: Any) -> dict[str, Any]:
+    """Return a class's defaults of keys that affect computation, and its key aliases."""
     base = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
     fields = {
         field.name: field.default
@@ -68,8 +81,9 @@ def _rope(made: Any) -> dict[str, Any]:
 
 
 def render() -> str:
-    """Return the file's content, with one line per architecture."""
-    lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(name))}" for name in architectures()]
+    """Return the file's content, with one line per architecture or type."""
+    classes = {name: configuration_class(name) for name in architectures()} | other_types()
+    lines = [f"{json.dumps(name)}: {json.dumps(class_defaults(classes[name]))}" for name in classes]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

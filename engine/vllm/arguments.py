@@ -26,6 +26,7 @@ MAPPED = {
 
 _OURS = frozenset({
     "served_model_name", "generation_config", "override_generation_config", "chat_template",
+    "default_chat_template_kwargs",
     "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
     "device", "enable_expert_parallel",
 })  # fmt: skip

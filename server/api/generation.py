@@ -164,6 +164,8 @@ class Generation(Response, Generic[B]):
             call.reservation.recount(request.num_tokens_sent, time.monotonic())
         http = services.config.http
         request.force_usage = http.enable_force_include_usage
+        if request.fields.return_tokens_as_token_ids is None:
+            request.fields.return_tokens_as_token_ids = http.return_tokens_as_token_ids
         request.shows_timing = http.enable_per_request_metrics and request.num_sequences == 1
         if request.plan.tools.format is not None:
             parser = services.model.formats.call_parser

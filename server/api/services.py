@@ -88,7 +88,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ApiError: 404, no served model or adapter has that name.
         """
-        if asked is None or asked in self.names:
+        if not asked or asked in self.names:
             return asked or self.names[0], ""
         version = self.client.adapters.version(asked)
         if version is None:
@@ -101,7 +101,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ApiError: 404, no served model has that name.
         """
-        if asked is None:
+        if not asked:
             return self.names[0]
         if asked not in self.names:
             raise model_not_found(asked, self.names)

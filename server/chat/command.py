@@ -187,7 +187,7 @@ class _Session:
                 if self._is_terminal:
                     print()
                 return 0
-            if said == "/quit":
+            if said in ("/quit", "/exit", "/bye"):
                 return 0
             if said.startswith("/"):
                 self._command(said)

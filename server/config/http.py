@@ -35,6 +35,11 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         Meta(ge=-1),
         "Maximum alternatives that a request may ask for per token; -1: the whole vocabulary.",
     ] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        "Log probabilities name tokens as `token_id:ID`, which is unique, unless the request says "
+        "otherwise.",
+    ] = False
     root_path: Annotated[
         str,
         Meta(pattern="^(/[^/?#]+)*/?$"),

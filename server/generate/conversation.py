@@ -247,6 +247,8 @@ def _turn(
     if thought is not None:  # templates use either name
         turn.setdefault("reasoning_content", thought)
         turn.setdefault("reasoning", thought)
+        if turn.get("tool_calls") and not turn["content"]:
+            turn.setdefault("thinking", thought)  # GPT-OSS's, which refuses it beside a text
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # templates take an empty list for calls
     for call in turn.get("tool_calls", ()):

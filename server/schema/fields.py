@@ -163,7 +163,9 @@ class SamplingFields(DrawingFields):
     include_stop_str_in_output: bool | None = False
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(
-        False, description="Log probabilities name each token as token_id:ID."
+        None,
+        description="Log probabilities name each token as token_id:ID; default: as the operator "
+        "has set it.",
     )
     response_format: ResponseFormat | None = None
     kv_transfer_params: KvTransferParams | None = Field(

@@ -86,11 +86,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template with its special tokens.
+    """A compiled template with the variables that it always has.
 
     Args:
         source: the template.
-        special_tokens: maps names such as `bos_token` to text.
+        variables: special tokens such as `bos_token`, and defaults of arguments.
         tool_use: template for conversations with tools, if the model has a separate one.
 
     Raises:
@@ -98,15 +98,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
+        self, source: str, variables: Mapping[str, Any], tool_use: str | None = None
     ) -> None:
-        self._tool_use = None if tool_use is None else ChatTemplate(tool_use, special_tokens)
+        self._tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error}") from error
         self.source = source if tool_use is None else f"{source}\n{tool_use}"
-        self._special_tokens = dict(special_tokens)
+        self._variables = dict(variables)
         self._knows_developer = "developer" in source
         self.shows_tools = "tools" in self.source
         """Whether the template renders tools."""
@@ -146,7 +146,7 @@ class ChatTemplate:
             for turn in turns:
                 turn["content"] = content_parts(turn.get("content") or "", images=given.images)
         context = {
-            **self._special_tokens,
+            **self._variables,
             **(given.arguments or {}),
             "messages": turns,
             "tools": given.tools,
@@ -186,7 +186,7 @@ class ChatTemplate:
         messages = [{"role": role, "content": each} for role, each in said]
         context = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
-            text = self._template.render({**self._special_tokens, **context})
+            text = self._template.render({**self._variables, **context})
         except Exception:  # as in `render`
             return False
         return _PROBE in text and "'type'" not in text  # not a list rendered as its Python repr

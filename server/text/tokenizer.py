@@ -14,7 +14,7 @@ from tokenizers.normalizers import Sequence as Sequential
 from engine.shared.config import ModelConfig
 from engine.shared.end_tokens import end_token_ids
 from server.errors import invalid_field
-from server.text.chat_template import ChatTemplate
+from server.text.chat_template import RESERVED_ARGUMENTS, ChatTemplate
 from server.text.placeholders import Placeholders
 from server.text.sampling_defaults import (
     Preset,
@@ -221,7 +221,11 @@ class ServedTokenizer:
             template = (
                 None
                 if source is None
-                else ChatTemplate(source, special_tokens, named.get("tool_use"))
+                else ChatTemplate(
+                    source,
+                    special_tokens | _template_defaults(model.default_chat_template_kwargs),
+                    named.get("tool_use"),
+                )
             )
         except ValueError as error:
             raise TokenizerError(str(error)) from error
@@ -296,6 +300,19 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[name] = text
     return found
+
+
+def _template_defaults(setting: str) -> dict[str, Any]:
+    flag = "--default-chat-template-kwargs"
+    try:
+        defaults = json.loads(setting)
+    except ValueError as error:
+        raise TokenizerError(f"{flag} is not valid JSON: {error}") from error
+    if not isinstance(defaults, dict):
+        raise TokenizerError(f"{flag} is not a JSON object")
+    if reserved := RESERVED_ARGUMENTS.intersection(defaults):
+        raise TokenizerError(f"{flag}: {min(reserved)!r} is a field of requests")
+    return defaults
 
 
 def _templates(directory: Path, config: dict[str, Any], given: str | None) -> dict[str, str]:

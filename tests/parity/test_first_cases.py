@@ -51,6 +51,10 @@ AGREEING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "an odd number of rotated dimensions": (
         "glm", "GlmForCausalLM", {"head_dim": 20, "partial_rotary_factor": 0.25},
     ),
+    "a type whose defaults are not its architecture's": ("internlm3", "LlamaForCausalLM", {}),
+    "a cap that Gemma 3 does not have": (
+        "gemma3_text", "Gemma3ForCausalLM", {"attn_logit_softcapping": 5.0, "sliding_window": 9},
+    ),
     "windows of masks": (
         "phimoe", "PhimoeForCausalLM", {**_EXPERTS, "sliding_window": 9},
     ),

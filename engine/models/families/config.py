@@ -120,6 +120,8 @@ def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
     kind = given.get("model_type")
     if architecture == "Mistral3ForConditionalGeneration":
         name = "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM"
+    elif kind in _classes():
+        name = kind
     elif architecture.startswith(("SmolVLM", "Idefics3")):
         name = "LlamaForCausalLM"
     elif architecture.startswith(("Qwen2VL", "Qwen2_5_VL")):

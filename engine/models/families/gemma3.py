@@ -38,7 +38,6 @@ def _spec(config: Config) -> ModelSpec:
         qk_norm="head",
         windows=windows,
         ropes=tuple(whole if window is None else local for window in windows),
-        attention_softcap=cap(config, "attn_logit_softcapping"),
         logits_softcap=cap(config, "final_logit_softcapping"),
         vision=_vision(config),
     )
@@ -71,7 +70,7 @@ FAMILY = Family(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     spec=_spec,
     weights=gemma_weights,
-    ignored=("_sliding_window_pattern",),
+    ignored=("_sliding_window_pattern", "attn_logit_softcapping"),
     text_prefixes=("model.", "language_model.model.", "model.language_model."),
     not_text=(
         "vision_tower.",

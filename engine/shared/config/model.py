@@ -93,6 +93,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str | None,
         "Jinja file that replaces the model's chat template, or the template itself.",
     ] = None
+    default_chat_template_kwargs: Annotated[
+        str,
+        "JSON object of arguments of the chat template that requests do not set themselves, e.g. "
+        '`{"enable_thinking": false}`.',
+    ] = "{}"
 
     def __post_init__(self) -> None:
         self.max_images  # noqa: B018 - validates the setting

@@ -14,6 +14,7 @@ from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.http.errors import invalid_body
 from server.limits import MAX_SHARED
+from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage
 from server.schema.tools import NamedTool
 
@@ -124,8 +125,16 @@ def _parsed(
 
 def conversation(request: ChatFields, messages: list[ChatMessage]) -> Conversation:
     """Return one conversation of a request, with its constraints on the answer."""
-    budget = request.thinking_token_budget
-    named = {"reasoning_effort": request.reasoning_effort, "verbosity": request.verbosity}
+    named: JsonObject = {
+        "reasoning_effort": request.reasoning_effort,
+        "verbosity": request.verbosity,
+    }
+    budget, thinking = request.thinking_token_budget, request.thinking
+    if thinking is not None:  # templates use either name
+        thinks = thinking.type != "disabled"
+        named |= {"enable_thinking": thinks, "thinking": thinks}
+        named["clear_thinking"] = thinking.clear_thinking
+        budget = thinking.budget_tokens if budget is None else budget
     given = {name: value for name, value in named.items() if value is not None}
     arguments = request.chat_template_kwargs
     return Conversation(

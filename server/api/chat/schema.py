@@ -14,7 +14,7 @@ from server.schema.answer import (
     StopReasonField,
     Usage,
 )
-from server.schema.body import Alternatives, JsonObject, Tokens
+from server.schema.body import Alternatives, JsonObject, RequestBody, Tokens
 from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
 from server.schema.kv_transfer import KvHandedOn
 from server.schema.messages import ChatMessage
@@ -39,6 +39,16 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+
+
+class ThinkingSwitch(RequestBody):
+    """Whether the model reasons before it answers, as in the APIs of GLM, Kimi and DeepSeek."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = Field(None, description="As thinking_token_budget.")
+    clear_thinking: bool | None = Field(
+        None, description="Passed to the chat template under this name."
+    )
 
 
 class ChatFields(SamplingFields):
@@ -94,6 +104,11 @@ class ChatFields(SamplingFields):
         None,
         description="Passed to the chat template under this name; few take notice.",
         json_schema_extra=different("passed to the chat template, of which few take notice"),
+    )
+    thinking: ThinkingSwitch | None = Field(
+        None,
+        description="Passed to the chat template as enable_thinking and thinking.",
+        json_schema_extra=different("passed to the chat template: enable_thinking and thinking"),
     )
     thinking_token_budget: Alternatives | None = Field(
         None,

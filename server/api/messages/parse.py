@@ -51,12 +51,12 @@ def _as_chat(
         turns.add({"role": "system", "content": _text(request.system)}, "system")
     for index, turn in enumerate(request.messages):
         turns.take(turn, f"messages[{index}]")
-    arguments, thinking = dict(request.chat_template_kwargs or {}), request.thinking
-    if thinking is not None:  # templates use either name
-        thinks = thinking.type != "disabled"
-        arguments = {"enable_thinking": thinks, "thinking": thinks, **arguments}
-    body: dict[str, Any] = {"messages": turns.messages, "chat_template_kwargs": arguments or None}
-    config = request.output_config
+    thinking, config = request.thinking, request.output_config
+    body: dict[str, Any] = {
+        "messages": turns.messages,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "thinking": None if thinking is None else {"type": thinking.type},
+    }
     if config is not None:
         body["reasoning_effort"] = config.effort
     if isinstance(request, schema.MessagesRequest):
@@ -70,7 +70,9 @@ def _as_chat(
     if turns.messages[-1]["role"] == "assistant":
         body |= {"add_generation_prompt": False, "continue_final_message": True}
     functions = [
-        index for index, tool in enumerate(request.tools or ()) if tool.type in (None, "custom")
+        index
+        for index, tool in enumerate(request.tools or ())
+        if tool.type in (None, "custom") and tool.name not in turns.removed_tools
     ]
     body["tools"] = [_tool((request.tools or [])[index]) for index in functions]
     if request.tool_choice is not None:
@@ -111,6 +113,7 @@ class _Turns:
         self.places: list[str] = []
         self.parts: dict[str, str] = {}
         """Request field of each image, by its field in the chat completion."""
+        self.removed_tools: set[str] = set()
 
     def add(self, message: dict[str, Any], place: str) -> None:
         """Add a message."""
@@ -125,14 +128,25 @@ class _Turns:
             self.add(_assistant(turn.content, place), place)
         elif turn.role == "system":
             texts = [
-                block.text
-                if isinstance(block, schema.TextBlock)
-                else _refuse(block, f"{place}.content[{index}]", "system")
+                self._system(block, f"{place}.content[{index}]")
                 for index, block in enumerate(turn.content)
             ]
             self.add({"role": "system", "content": "\n".join(texts)}, place)
         else:
             self._user(turn.content, place)
+
+    def _system(self, block: schema.Block, place: str) -> str:
+        match block:
+            case schema.TextBlock():
+                return block.text
+            case schema.ToolChangeBlock(type="tool_addition"):
+                self.removed_tools.discard(block.tool.name)
+                return f"The tool {block.tool.name} is available."
+            case schema.ToolChangeBlock():
+                self.removed_tools.add(block.tool.name)
+                return f"The tool {block.tool.name} is no longer available."
+            case _:
+                _refuse(block, place, "system")
 
     def _user(self, blocks: Sequence[schema.Block], place: str) -> None:
         said = _Said()
@@ -152,6 +166,8 @@ class _Turns:
                     )
                 case schema.ToolResultBlock():
                     self._result(block, field)
+                case schema.HostedBlock():
+                    pass
                 case _:
                     _refuse(block, field, "user")
         if said.parts or not blocks:
@@ -223,8 +239,15 @@ def _assistant(blocks: Sequence[schema.Block], place: str) -> dict[str, Any]:
                 said.append(block.text)
             case schema.ThinkingBlock():
                 thought.append(block.thinking)
-            case schema.RedactedThinkingBlock():
+            case schema.RedactedThinkingBlock() | schema.HostedBlock():
                 pass
+            case schema.CompactionBlock(content=None, encrypted_content=str()):
+                raise invalid_field(
+                    f"{place}.content[{index}]",
+                    "a conversation that another server has compacted cannot be read",
+                )
+            case schema.CompactionBlock():
+                said.append(block.content or "")
             case schema.ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})

@@ -115,6 +115,46 @@ class ToolResultBlock(RequestBody):
     is_error: bool | None = False
 
 
+class HostedBlock(RequestBody):
+    """Accepted but dropped: a call that another server ran, or its result."""
+
+    type: Name
+
+
+class ToolReference(RequestBody):
+    """A tool of the request's `tools`."""
+
+    type: Literal["tool_reference"]
+    name: Name
+
+
+class ToolChangeBlock(RequestBody):
+    """From here on, a tool can be called, or no longer.
+
+    The model sees all tools of the request, except those whose last change is their removal.
+    """
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ToolReference
+
+
+class CompactionBlock(RequestBody):
+    """A summary of the conversation before it; without `content`, of nothing."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+    encrypted_content: str | None = None
+
+
+def _block_type(block: Any) -> str:
+    kind = type_of(block)
+    if kind in ("mcp_tool_use", "mcp_tool_listing") or (
+        kind != "tool_result" and kind.endswith("_tool_result")
+    ):
+        return "server_tool_use"
+    return "tool_addition" if kind == "tool_removal" else kind
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
@@ -123,8 +163,11 @@ Block = Annotated[
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(type_of),
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[HostedBlock, Tag("server_tool_use")]
+    | Annotated[ToolChangeBlock, Tag("tool_addition")]
+    | Annotated[CompactionBlock, Tag("compaction")],
+    Discriminator(_block_type),
 ]
 
 

@@ -107,6 +107,8 @@ class InputTokensDetails(msgspec.Struct):
     """Breakdown of the input tokens."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """Always 0: writing to the prefix cache is not metered."""
 
 
 class OutputTokensDetails(msgspec.Struct):

@@ -176,16 +176,25 @@ class AdditionalToolsItem(RequestBody):
 
 
 class HostedItem(RequestBody):
-    """Accepted but dropped: activity of hosted tools of other servers."""
+    """Accepted but dropped: activity of tools that only other servers offer."""
 
     type: Literal[
         "web_search_call",
         "file_search_call",
         "code_interpreter_call",
         "computer_call",
+        "computer_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
         "image_generation_call",
         "mcp_call",
         "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "program",
+        "program_output",
     ]
 
 
@@ -224,7 +233,7 @@ class ItemReference(RequestBody):
 def _item_type(item: Any) -> str:
     kind = type_of(item) or "message"
     if kind in _HOSTED:
-        return "hosted"
+        return "web_search_call"
     return "compaction" if kind in ("compaction_summary", "context_compaction") else kind
 
 
@@ -242,7 +251,7 @@ InputItem = Annotated[
     | Annotated[ToolSearchCallItem, Tag("tool_search_call")]
     | Annotated[ToolSearchOutputItem, Tag("tool_search_output")]
     | Annotated[AdditionalToolsItem, Tag("additional_tools")]
-    | Annotated[HostedItem, Tag("hosted")]
+    | Annotated[HostedItem, Tag("web_search_call")]
     | Annotated[CompactionItem, Tag("compaction")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
@@ -390,6 +399,7 @@ class ResponsesRequest(DrawingFields):
         **NO_MEDIA,
         **ignored(MEDIA, "image"),
         **ignored("all requests have the same access", "access_programs"),
+        **ignored("responses come as soon as they can", "background_options"),
         **refused(
             "/v1/completions and /v1/chat/completions have it",
             "use_beam_search early_stopping", False,

@@ -1,3 +1,5 @@
+import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,22 @@ def test_the_template_then_the_family_say_how_calls_are_written(
     formats = answer_formats(AnswerConfig(), template, shows_tools=shows_tools, preset=preset)
     assert formats.calls is CALL_FORMATS[name]
     assert formats.tells_tools is tells
+
+
+def test_the_template_of_llama_4_asks_for_json() -> None:
+    """vllm-project/vllm#16214: the family's other template asks for Python."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).with_name("models") / "llama4" / "processing_llama4.py"
+    template = next(
+        ast.literal_eval(line.value)
+        for line in ast.parse(file.read_text("utf-8")).body
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "chat_template"
+    )
+    preset = preset_of("llama4", "")
+    formats = answer_formats(AnswerConfig(), template, shows_tools=True, preset=preset)
+    assert formats.call_parser == "llama3_json"
 
 
 def test_the_operator_has_the_last_word() -> None:

@@ -53,6 +53,12 @@ def beta(*blocks: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/messages?beta=true", {"max_tokens": 8, "messages": turns, **fields}
 
 
+def moved(*blocks: Any) -> tuple[str, dict[str, Any]]:
+    """Return a request for a message after an answer of another server."""
+    turns = [SAY_HI, {"role": "assistant", "content": [*blocks]}, SAY_HI]
+    return "/v1/messages", {"max_tokens": 8, "messages": turns}
+
+
 CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
     ("vllm-project/vllm#44000",
      ("/v1/messages?beta=true",
@@ -148,6 +154,96 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
       "messages": [SAY_HI, {"role": "assistant", "content":
        [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Hi."}]},
        SAY_HI]}), "<|assistant|>Hi.<|end|>"),
+    ("Wei-Shaw/sub2api#3677",
+     moved({"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+           {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+           {"type": "text", "text": "Found."}), "<|assistant|>Found.<|end|>"),
+    ("tools of an MCP server that another server called",
+     moved({"type": "mcp_tool_use", "id": "s", "name": "n", "server_name": "m", "input": {}},
+           {"type": "mcp_tool_result", "tool_use_id": "s", "content": []},
+           {"type": "text", "text": "Found."}), "<|assistant|>Found.<|end|>"),
+    ("a conversation that was summarized",
+     moved({"type": "compaction", "content": "They said hi."}, {"type": "text", "text": "Bye."}),
+     "<|assistant|>They said hi.\nBye.<|end|>"),
+    ("KarpelesLab/teamclaude#451",
+     ("/v1/messages?beta=true",
+      {"max_tokens": 8, "tools": [{"name": "g", "input_schema": NONE}], "messages":
+       [SAY_HI, {"role": "system", "content":
+                 [{"type": "text", "text": "note"},
+                  {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "g"}}]}]}),
+     "<|user|>Say hi.\n\nnote\nThe tool g is available.<|end|>"),
+    ("items of tools that only OpenAI offers",
+     ("/v1/responses", {"max_output_tokens": 1, "input":
+      [said("user", "a"),
+       {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+       {"type": "shell_call_output", "call_id": "c", "output": []},
+       {"type": "apply_patch_call", "call_id": "d", "operation": {"type": "delete_file"}},
+       {"type": "apply_patch_call_output", "call_id": "d", "status": "completed"},
+       said("user", "b")]}), "<|user|>a<|end|><|user|>b<|end|>"),
+    ("openai/codex#10635",
+     ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "tools":
+      [G, {"type": "web_search"}, {"type": "image_generation", "output_format": "png"}]}),
+     '"name": "g"'),
+    ("ogx-ai/ogx#4617",
+     ("/v1/responses", {"max_output_tokens": 8, "input":
+      [{"type": "message", "role": "user", "content": "hi"}],
+      "tools": [{**G, "strict": None, "description": None}]}), '"name": "g"'),
+    ("lmstudio-ai/lmstudio-bug-tracker#2203",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tools":
+      [{"type": "function", "function": {"name": "submit", "parameters": {"type": "object"}}}]}),
+     '"name": "submit"'),
+    ("TencentCloud/TencentDB-Agent-Memory#1313",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [{"role": "user", "content": [{"type": "text", "text": "Say hi."}]},
+       after_call("{}")[1],
+       {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]}]}),
+     "<tool_response>sunny</tool_response>"),
+    ("vllm-project/vllm#13978",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "assistant", "content": "Hi.", "tool_calls": []}, SAY_HI]}),
+     "<|assistant|>Hi.<|end|>"),
+    ("Mangi-11/Eta#59",
+     ("/v1/chat/completions", {"max_tokens": 8, "messages":
+      [{"role": "system", "content": "a"}, SAY_HI, {"role": "assistant", "content": "Hi."},
+       {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}),
+     "<|system|>a<|end|><|user|>Say hi.<|end|><|assistant|>Hi.<|end|><|user|>b\n\nc<|end|>"),
+    ("anthropics/claude-code#52057",
+     moved({"type": "text", "text": "", "cache_control": {"type": "ephemeral"}},
+           {"type": "text", "text": "Hi."}), "Hi.<|end|>"),
+    ("router-for-me/CLIProxyAPI#512",
+     moved({"type": "thinking", "thinking": "hm", "signature": "s",
+            "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Hi."}),
+     "<|assistant|>Hi.<|end|>"),
+    ("anthropics/claude-code#51985",
+     ("/v1/messages", {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8},
+      "messages": [SAY_HI, {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
+                   SAY_HI]}), "<|assistant|>Hi.<|end|>"),
+    ("anthropics/claude-code#2663",
+     ("/v1/messages", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "assistant", "content": []}, SAY_HI]}), "<|user|>Say hi.<|end|>"),
+    ("anthropics/claude-code#1571",
+     moved({"type": "tool_use", "id": "t", "name": "g", "input": {}}), '"name": "g"'),
+    ("anthropics/claude-code#12692",
+     ("/v1/messages", {"max_tokens": 8, "messages":
+      [SAY_HI, {"role": "user", "content":
+       [{"type": "tool_result", "tool_use_id": "gone", "content": "sunny"}]}]}),
+     "<tool_response>sunny</tool_response>"),
+    *[(f"{report}: {next(iter(schema))}",
+       ("/v1/chat/completions", {"max_tokens": 8, "messages": [SAY_HI], "tool_choice": "required",
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters":
+         {"type": "object", "properties": {"a": schema}, "required": ["a"],
+          "additionalProperties": False}}}]}), '"name": "f"')
+      for report, schema in (
+          ("anomalyco/opencode#43371", {"exclusiveMinimum": 0, "type": "integer", "maximum": 2000}),
+          ("i-am-bee/beeai-framework#1215",
+           {"minItems": 1, "type": "array", "items": {"type": "string"}, "maxItems": 3}),
+          ("vllm-project/vllm#16880",
+           {"minItems": 1, "type": "array", "items": {"type": "object"}}),
+          ("withcatai/node-llama-cpp#388",
+           {"prefixItems": [{"type": "string"}, {"type": "integer"}], "type": "array",
+            "items": False}),
+          ("BerriAI/litellm#34319", {"multipleOf": 5, "type": "integer"}),
+      )],
     ("ikawrakow/ik_llama.cpp#1964, a probe",
      ("/v1/responses", {"input": [], "max_output_tokens": 1}), "<|user|><|end|>"),
 ]  # fmt: skip
@@ -173,14 +269,59 @@ def test_a_request_is_answered(
     path, body = request_
     answer = http.post(path, {"model": "tiny", **body})
     assert answer.status_code == 200, answer.text
-    assert shown in engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    assert shown in shown_prompt(engines)
     if path.startswith("/v1/messages"):
         counted = {name: value for name, value in body.items()
                    if name not in ("max_tokens", "stop_sequences")}  # fmt: skip
         answer = http.post("/v1/messages/count_tokens?beta=true", {"model": "tiny", **counted})
         assert answer.json() == {"input_tokens": len(engines.streams[-1].prompt_token_ids)}
+
+
+def shown_prompt(engines: Any) -> str:
+    """Return the text of the last prompt."""
+    prompt: str = engines.tokenizer.decode(
+        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
+    )
+    return prompt
+
+
+def test_a_tool_that_was_withdrawn_cannot_be_called(http: Any, engines: Any) -> None:
+    tools = [{"name": name, "input_schema": NONE} for name in ("f", "g")]
+    change = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}}
+    turns = [SAY_HI, {"role": "system", "content": [change]}]
+    body = {"model": "tiny", "max_tokens": 8, "messages": turns, "tools": tools}
+    assert http.post("/v1/messages", body).status_code == 200
+    prompt = shown_prompt(engines)
+    assert '"name": "f"' not in prompt
+    assert '"name": "g"' in prompt
+    assert "The tool f is no longer available." in prompt
+    body["tool_choice"] = {"type": "tool", "name": "f"}
+    answer = http.post("/v1/messages", body)
+    assert (answer.status_code, "tool_choice" in answer.text) == (400, True)
+
+
+def test_what_another_server_has_compacted_is_refused(http: Any) -> None:
+    path, body = moved({"type": "compaction", "content": None, "encrypted_content": "x"})
+    answer = http.post(path, {"model": "tiny", **body})
+    assert answer.status_code == 400
+    assert "messages[1].content[0]: a conversation that another" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ({"type": "disabled"}, "False False "),
+        ({"type": "enabled", "clear_thinking": False}, "True True False"),
+    ],
+)
+def test_reasoning_is_switched_as_in_the_apis_of_glm_and_kimi(
+    http: Any, engines: Any, sent: dict[str, Any], shown: str
+) -> None:
+    """vllm-project/vllm#24039, anomalyco/opencode#25001."""
+    template = "{{ enable_thinking }} {{ thinking }} {{ clear_thinking }}{{ messages[0].content }}"
+    engines.tokenizer.chat_template = ChatTemplate(template, {})
+    http.chat(messages=[SAY_HI], thinking=sent)
+    assert shown_prompt(engines) == f"{shown}Say hi."
 
 
 def test_a_call_that_was_streamed_is_taken_back(http: Any, engines: Any) -> None:
@@ -228,6 +369,25 @@ def test_an_image_of_the_user_is_refused_by_name(http: Any) -> None:
     assert "this model reads text" in answer.json()["error"]["message"]
 
 
+GPT_OSS = (
+    "{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "[{{ message.content or message.thinking }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("content", "shown"), [(None, "[hm]"), ("", "[hm]"), ("Look.", "[Look.]")])
+def test_reasoning_before_a_call_is_shown_to_gpt_oss(
+    http: Any, engines: Any, content: str | None, shown: str
+) -> None:
+    """ggml-org/llama.cpp#17040, ggml-org/llama.cpp#19703."""
+    engines.tokenizer.chat_template = ChatTemplate(GPT_OSS, {})
+    turns = after_call("{}")
+    turns[1] |= {"content": content, "reasoning_content": "hm"}
+    http.chat(messages=turns, tools=[WEATHER])
+    assert shown_prompt(engines) == shown
+
+
 FAILS_ON_TEXT = (
     "{% for message in messages %}{% for call in message.tool_calls %}"
     "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
@@ -238,9 +398,7 @@ FAILS_ON_TEXT = (
 def test_arguments_that_a_template_cannot_show_are_empty(http: Any, engines: Any) -> None:
     engines.tokenizer.chat_template = ChatTemplate(FAILS_ON_TEXT, {})
     http.chat(messages=after_call("no JSON"))
-    prompt = engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = shown_prompt(engines)
     assert prompt == "user!assistanttooluser"
 
 

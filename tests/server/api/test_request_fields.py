@@ -69,6 +69,16 @@ def test_scores_name_tokens_by_their_ids(http: Any) -> None:
     assert names == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
+def test_the_operator_may_have_tokens_named_by_their_ids(http_of: Any) -> None:
+    settings = HttpConfig(return_tokens_as_token_ids=True)
+    http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), http=settings))
+    for asked, by_id in (({}, True), ({"return_tokens_as_token_ids": False}, False)):
+        (name, *_) = http.complete(logprobs=1, **asked)["choices"][0]["logprobs"]["tokens"]
+        assert name.startswith("token_id:") is by_id
+        choice = http.chat(logprobs=True, **asked)["choices"][0]
+        assert choice["logprobs"]["content"][0]["token"].startswith("token_id:") is by_id
+
+
 def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
     named, fields = [7, 3, 300], {"return_tokens_as_token_ids": True, "max_tokens": 2}
     choice = http.chat(logprobs=True, logprob_token_ids=named, **fields)["choices"][0]

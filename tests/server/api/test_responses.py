@@ -107,7 +107,7 @@ def test_text_is_answered_with_a_message(http: Any, engines: Any) -> None:
     assert (body["status"], body["error"], body["incomplete_details"]) == ("completed", None, None)
     assert (body["metadata"], body["user"], body["store"]) == ({"a": "b"}, "me", False)
     usage = body["usage"]
-    assert usage["input_tokens_details"] == {"cached_tokens": 3}
+    assert usage["input_tokens_details"] == {"cached_tokens": 3, "cache_write_tokens": 0}
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert prompt_of(engines) == "<|system|>be brief<|end|><|user|>hello<|end|><|assistant|>"
 

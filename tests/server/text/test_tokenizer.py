@@ -126,6 +126,21 @@ def test_chat_templates_are_found_in_order_of_preference(directory: Path, tmp_pa
         load(directory, chat_template=str(tmp_path / "absent.jinja"))
 
 
+def test_the_template_has_arguments_that_requests_do_not_set(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ thinks }} {{ bos_token }}")
+    write(directory, tokenizer_config={"bos_token": "<s>"})
+    tokenizer = load(directory, default_chat_template_kwargs='{"thinks": false}')
+    assert render(tokenizer) == "False <s>"
+    assert render(tokenizer, arguments={"thinks": True}) == "True <s>"
+
+
+@pytest.mark.parametrize("wrong", ["{", "[]", '{"tools": []}'])
+def test_wrong_defaults_of_the_template_are_refused_at_start(directory: Path, wrong: str) -> None:
+    (directory / "chat_template.jinja").write_text("a")
+    with pytest.raises(TokenizerError, match="--default-chat-template-kwargs"):
+        load(directory, default_chat_template_kwargs=wrong)
+
+
 def test_a_broken_chat_template_is_refused_at_start(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TokenizerError, match="chat template, line 1"):
