@@ -111,7 +111,9 @@ def test_both_releases_serve_together_whichever_the_coordinator_is_of(
     answers = {complete(url, "Act", 24, rank, seed=1) for url in urls.values() for rank in (0, 1)}
     assert len(answers) == 1, "every mix gives the same answer"
 
-    with Load(urls[before], 4).running() as load:
+    with Load(urls[after], 4).running() as load:
+        load.goes_on()
+        load.turn_to(urls[before])
         load.goes_on()
         cluster.end(coordinator)
         load.goes_on()

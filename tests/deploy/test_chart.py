@@ -218,6 +218,7 @@ def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
             for probe, path in (("livenessProbe", "/health"), ("readinessProbe", "/ready")):
                 assert container[probe]["httpGet"]["path"] == path, name
                 assert container[probe]["httpGet"]["port"] in ports, name
+                assert container[probe]["timeoutSeconds"] >= 5, "load is no reason to be left out"
             assert container["startupProbe"]["failureThreshold"] >= 1, name
 
 

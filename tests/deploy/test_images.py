@@ -1,7 +1,10 @@
-"""The API server image supports more than HTTP without installing anything into it."""
+"""What is in the images, and how a cluster gets them."""
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -9,9 +12,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.deploy.conftest import Compose
 from tests.deploy.containers import SUBNET, Fleet
 from tests.deploy.test_changes_in_containers import COORDINATOR, SIMULATED, ready
+from tests.deploy.test_chart import pods, render
 from tests.server.observe.test_tracing import Collector
 from tests.support.http import fetch
-from tests.support.waiting import until
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1500)]
 
@@ -50,3 +55,51 @@ def test_responses_can_be_kept_in_a_database(project: Compose) -> None:
         "import psycopg; assert psycopg.pq.__impl__ == 'binary'",
     )  # fmt: skip
     assert found.returncode == 0, found.stdout
+
+
+def test_the_chart_pulls_what_has_been_pushed(
+    project: Compose, running: ExitStack, tmp_path: Path
+) -> None:
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("no registry is installed (Debian: docker-registry)")
+    address = f"127.0.0.1:{free_port()}"
+    settings = tmp_path / "registry.yaml"
+    settings.write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/images}}}}\n"
+        f"http: {{addr: '{address}'}}\nlog: {{level: error}}\n"
+    )
+    registry = running.enter_context(subprocess.Popen([program, "serve", str(settings)]))
+    running.callback(registry.kill)
+    until(lambda: fetch(f"http://{address}/v2/").status == 200, "the registry answers")
+
+    published = f"image.registry={address}/llm"
+    manifests = render(None, published)
+    pulled = {each["image"] for _, pod in pods(manifests) for each in pod["containers"]}
+    output = project.docker.output
+    digests = {}
+    for image in pulled:
+        kind = image.rpartition("/")[2].partition(":")[0].removeprefix("swell-")
+        running.callback(project.docker.run, "docker", "image", "rm", "-f", image)
+        output("docker", "tag", f"swelltest-{kind}:test", image)
+        output("docker", "push", image, timeout=10 * PATIENCE)
+        digests[kind] = project.docker.inspect(image, "{{index .RepoDigests 0}}").partition("@")[2]
+        output("docker", "image", "rm", image)
+    assert set(digests) == {"coordinator", "server", "engine"}
+
+    by_digest = (
+        f"{values}.digest={digests[kind]}"
+        for kind, values in (
+            ("coordinator", "coordinator"),
+            ("server", "api"),
+            ("engine", "engine"),
+        )
+    )
+    pinned = {
+        each["image"]
+        for _, pod in pods(render(None, published, *by_digest))
+        for each in pod["containers"]
+    }
+    for image in pulled | pinned:
+        output("docker", "pull", image, timeout=10 * PATIENCE)
+        assert "serve" in output("docker", "run", "--rm", image, "--help")

@@ -48,9 +48,14 @@ def test_only_the_tag_of_the_sources_is_published() -> None:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", step["run"]], cwd=ROOT,
             timeout=PATIENCE, check=False,
-            env={"PATH": "/usr/bin:/bin", "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": "/dev/stdout"},
+            capture_output=True, text=True,
+            env={
+                "PATH": "/usr/bin:/bin", "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": "/dev/stdout",
+                "GITHUB_REPOSITORY_OWNER": "Our-Lab",
+            },
         )  # fmt: skip
         assert done.returncode == expected
+    assert "registry=ghcr.io/our-lab" in done.stdout, "registries refuse capital letters"
 
 
 def version() -> str:

@@ -96,7 +96,7 @@ that engine. */}}
   {{- $starts := dict "periodSeconds" 1 "failureThreshold" $root.Values.api.startupSeconds }}
   startupProbe: {{- include "swell.probe" (list (merge $starts $lives) $root.Values.api.probes.startup) | nindent 4 }}
   livenessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) $lives) $root.Values.api.probes.liveness) | nindent 4 }}
-  readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 2 "timeoutSeconds" 2) $ready) $root.Values.api.probes.readiness) | nindent 4 }}
+  readinessProbe: {{- include "swell.probe" (list (merge (dict "periodSeconds" 2 "timeoutSeconds" 5) $ready) $root.Values.api.probes.readiness) | nindent 4 }}
   lifecycle:
     # Load balancers stop sending first; then SIGTERM lets running requests finish.
     preStop: {exec: {command: [sleep, {{ $root.Values.api.preStopSeconds | quote }}]}}

@@ -126,6 +126,13 @@ def test_requests_are_counted_and_timed(http: Any) -> None:
     assert value(text, "http_requests_total", endpoint=path, status="400") == 1
 
 
+def test_paths_that_there_are_not_make_no_series(http: Any) -> None:
+    for number in range(3):
+        assert http.get(f"/scanned-{number}/.env").status_code == 404
+        assert http.post(f"/v1/scanned-{number}", {}).status_code == 404
+    assert "scanned" not in http.get("/metrics").text
+
+
 def test_answers_that_are_read_for_tool_calls_are_counted(http: Any) -> None:
     turns = [{"role": "user", "content": "hello"}]
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
