@@ -57,6 +57,9 @@ HEARTBEAT = 1.0
 SETUP = EngineSetup(8192, 16, 8192, "f" * 64, max_num_seqs=256, utilities=("info", "pause"))
 _WARM_UP = 3.0
 """Seconds between the last join and the measurement."""
+_ROUNDS, _IDLE_ROUNDS = 4, 60
+"""An engine looks for messages in one of so many rounds, and reports in one of so many while idle:
+at 30 rounds a second, every two seconds."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class _Engine:
     reports: "zmq.Socket[bytes] | None" = None
     version: int = 0
     counters: EngineCounters = field(default_factory=lambda: EngineCounters(spec_accepted_at=[0]))
-    received: dict[int, Received] = field(default_factory=dict)
+    received: list[Received] = field(default_factory=list)
     requests: "zmq.Socket[bytes] | None" = None
     """To the real front end."""
 
@@ -80,17 +83,17 @@ class _Engine:
         self.version += 1
         self.counters.count_step(tokens)
         self.counters.generation_tokens += tokens
-        for index in self.received:
-            each = self.received[index]
-            sent = random.random() < 0.004  # 16 front ends at 30/s: two requests a second
-            self.received[index] = Received(
-                each.front_end, each.front_end_incarnation, each.requests + sent,
-                each.prompt_tokens + 100 * sent, each.outputs + 1,
+        if self.received and random.random() < 1 / 15:  # at 30/s: two requests a second
+            place = random.randrange(len(self.received))
+            each = self.received[place]
+            self.received[place] = Received(
+                each.front_end, each.front_end_incarnation, each.requests + 1,
+                each.prompt_tokens + 100, each.outputs + 50,
             )  # fmt: skip
         return EngineStats(
             rank=self.rank, incarnation=self.incarnation, version=self.version, wave=0,
             step=self.version, waiting=random.randrange(3), running=tokens, kv_usage=tokens / 16,
-            queued_prefill_tokens=random.randrange(500), received=[*self.received.values()],
+            queued_prefill_tokens=random.randrange(500), received=self.received,
             counters=self.counters,
         )  # fmt: skip
 
@@ -121,14 +124,23 @@ class _Fleet:
         return _Engine(membership, socket, rank, incarnation)
 
     def run(self, connection: Connection) -> None:
-        """Simulate until stopped; answers with the number of stats sent so far."""
-        due = time.monotonic()
+        """Simulate until stopped; answers with the number of stats sent so far.
+
+        Engines report like idle ones until "work".
+        """
+        due, works, rounds = time.monotonic(), False, 0
         while True:
+            rounds += 1
             for engine in self._engines:
-                self._serve(engine)
+                if (engine.rank + rounds) % _ROUNDS == 0:
+                    self._serve(engine)
+                if works or (engine.rank + rounds) % _IDLE_ROUNDS == 0:
+                    self._report(engine)
             if connection.poll():
-                if connection.recv() == "stop":
+                command = connection.recv()
+                if command == "stop":
                     return
+                works = works or command == "work"
                 connection.send(self.sent)
             due = max(due + self._interval, time.monotonic() - 0.2)
             time.sleep(max(0.0, due - time.monotonic()))
@@ -150,6 +162,8 @@ class _Fleet:
             engine.registration.send(encode(message))
             if engine.requests is not None:
                 engine.requests.send(encode(RouteHello(engine.rank, engine.incarnation, 1)))
+
+    def _report(self, engine: _Engine) -> None:
         if engine.reports is not None:
             engine.reports.send(encode(engine.stats(self._random, self._random.randrange(1, 16))))
             self.sent += 1
@@ -161,11 +175,11 @@ class _Fleet:
         engine.membership.ready(SETUP)
 
     def _follow(self, engine: _Engine, order: FrontEnds) -> None:
-        known = engine.received
-        engine.received = {
-            each.index: known.get(each.index) or Received(each.index, each.incarnation, 0, 0)
+        known = {each.front_end: each for each in engine.received}
+        engine.received = [
+            known.get(each.index) or Received(each.index, each.incarnation, 0, 0)
             for each in order.front_ends
-        }
+        ]
         for each in order.front_ends:
             if engine.requests is None and each.addresses.requests:
                 name = f"engine-{engine.incarnation:x}".encode()
@@ -314,7 +328,7 @@ class _Parts:
 
         self._front, self.front_pid = start(_listen, self._address, directory)
         self._rest, _ = start(_others, self._address, front, front_ends)
-        self._fleet, _ = start(_play, self._address, engines, rate)
+        self._fleet, self.fleet_pid = start(_play, self._address, engines, rate)
 
     def _coordinator(self) -> "subprocess.Popen[bytes]":
         command = [
@@ -336,9 +350,9 @@ class _Parts:
         heard: _Heard = self._front.recv()
         return heard
 
-    def sent(self) -> int:
+    def sent(self, command: str = "sent") -> int:
         """Return the number of stats sent by all engines so far."""
-        self._fleet.send("sent")
+        self._fleet.send(command)
         number: int = self._fleet.recv()
         return number
 
@@ -370,20 +384,25 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
         parts = _Parts(engines, front_ends, rate, Path(directory))
         try:
             joined = parts.wait_for(engines)
+            parts.sent("work")
             time.sleep(_WARM_UP)
             heard, sent, begun = parts.heard(), parts.sent(), time.monotonic()
-            coordinator, front = map(_processor_time, (parts.coordinator.pid, parts.front_pid))
+            measured = (parts.coordinator.pid, parts.front_pid, parts.fleet_pid)
+            times = [*map(_processor_time, measured)]
             time.sleep(seconds)
             after, span = parts.heard(), time.monotonic() - begun
-            used = _processor_time(parts.coordinator.pid) - coordinator
-            front = _processor_time(parts.front_pid) - front
+            coordinator, front, fleet = (
+                (_processor_time(pid) - before) / span
+                for pid, before in zip(measured, times, strict=True)
+            )
             views = after.views - heard.views
             result: dict[str, object] = {
                 "engines": engines,
                 "front_ends": front_ends,
                 "stats_per_engine_s": round((parts.sent() - sent) / engines / span, 1),
-                "coordinator_cores": round(used / span, 3),
-                "front_end_cores": round(front / span, 3),
+                "coordinator_cores": round(coordinator, 3),
+                "front_end_cores": round(front, 3),
+                "simulating_cores": round(fleet, 3),
                 "views_per_s": round(views / span, 1),
                 "kB_per_view": round(
                     (after.view_bytes - heard.view_bytes) / max(1, views) / 1e3, 1

@@ -11,6 +11,7 @@ from engine.shared.settings import Setting, sections_of, settings_of, suggestion
 from engine.shared.version import SWELL_VERSION
 
 NOT_NEEDED = {
+    "--disable-cascade-attn": "there is no cascade attention, nor in vLLM 0.32",
     "--disable-frontend-multiprocessing": "front ends and engines are always processes",
     "--disable-log-requests": "requests are logged with --log-level debug only",
     "--enable-elastic-ep": "`swell scale` changes the number of engines while they serve",

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -122,43 +121,7 @@ def test_a_pause_for_all_outlives_engines_and_the_coordinator(pool: ThreadPoolEx
             assert answer.result(timeout=PATIENCE)
 
 
-def test_what_clients_see_of_pauses_and_sleeps(
-    stack: RunningStack, pool: ThreadPoolExecutor
-) -> None:
-    def begun(tokens: int) -> "list[Future[dict[str, Any]]]":
-        path = f"{stack.url}/v1/completions"
-        answers = [pool.submit(call, path, completion("Long", tokens)) for _ in range(6)]
-        until(lambda: num_running(stack.url) == 6, "they run")
-        return answers
-
-    def reasons(answers: "list[Future[dict[str, Any]]]") -> set[str]:
-        return {each.result(PATIENCE)["choices"][0]["finish_reason"] for each in answers}
-
-    answers = begun(1000)
-    ordered(stack.url, "/pause?mode=abort")
-    assert reasons(answers) == {"abort"}
-    ordered(stack.url, "/resume")
-
-    answers = begun(200)
-    ordered(stack.url, "/pause?mode=wait")
-    assert reasons(answers) == {"length"}
-    ordered(stack.url, "/resume")
-
-    # 400 steps take 8 s: they still run when a busy machine has got round to looking.
-    answers = begun(400)
-    ordered(stack.url, "/sleep?level=2&mode=keep")
-    assert call(f"{stack.url}/is_sleeping") == {"is_sleeping": True}
-    assert not any(each.done() for each in answers)
-    ordered(stack.url, "/wake_up?tags=weights")
-    assert call(f"{stack.url}/is_sleeping") == {"is_sleeping": True}
-    ordered(stack.url, "/wake_up?tags=kv_cache")
-    assert reasons(answers) == {"length"}
-
-
 def test_the_other_paths_of_operators(stack: RunningStack) -> None:
-    for path in ("/reset_mm_cache", "/reset_encoder_cache"):
-        assert ordered(stack.url, path)["message"] == "0 images were forgotten."
-    assert "blocks were forgotten" in str(ordered(stack.url, "/reset_prefix_cache")["message"])
     status = call(f"{stack.url}/v1/fault_tolerance/status")
     assert status["schema_version"] == 1
     assert [(e["id"], e["status"]) for e in status["engines"]] == [(0, "healthy"), (1, "healthy")]
