@@ -263,6 +263,6 @@ def _owner(writer: asyncio.StreamWriter) -> psutil.Process:
     """
     port = writer.get_extra_info("peername")[1]
     for connection in psutil.net_connections("tcp"):
-        if connection.laddr.port == port and connection.raddr and connection.pid is not None:
+        if connection.laddr[1:] == (port,) and connection.raddr and connection.pid is not None:
             return psutil.Process(connection.pid)
     raise psutil.NoSuchProcess(0)
