@@ -513,6 +513,16 @@ async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in found}
 
 
+async def comes_to_rest(stack: RunningStack) -> bool:
+    """Wait until the stack is at rest; return False if it takes too long."""
+    deadline = time.monotonic() + RESTS_WITHIN
+    while not (rests := await asyncio.to_thread(is_at_rest, stack)):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    return rests
+
+
 async def strike_transfers(
     stack: RunningStack, links: BlockLinks, todo: list[Ask], known: list[Answer],
     plan: Sequence[str], stop_seconds: float,
@@ -545,11 +555,8 @@ async def strike_transfers(
             row.failed += answer.error is not None and not is_excused
             if not (is_right or is_excused):
                 problems.append(f"{kind}, {ask.kind}: {answer.error or answer.told}")
-        while not await asyncio.to_thread(is_at_rest, stack):
-            if time.monotonic() - over > RESTS_WITHIN:
-                problems.append(f"{kind}: not at rest")
-                break
-            await asyncio.sleep(0.1)
+        if not await comes_to_rest(stack):
+            problems.append(f"{kind}: not at rest")
         row.rests_after = max(row.rests_after, time.monotonic() - over)
         for engine, count in (await by_engine(stack, "kv_transfer_failures_total")).items():
             row.broken += max(0, count - broken_before.get(engine, 0))
@@ -574,6 +581,7 @@ def split(
 
     async def strikes(stack: RunningStack, links: BlockLinks) -> tuple[dict[str, Row], list[str]]:
         between = asyncio.create_task(links.watch())
+        await comes_to_rest(stack)  # it serves before all engines are there
         rows, problems = await strike_transfers(stack, links, todo, known, plan, stop_seconds)
         if waits_for_offers:
             await asyncio.sleep(OFFERED_FOR)

@@ -23,7 +23,7 @@ def test_a_prompt_is_read_from_where_vllms_connector_has_saved_it(tmp_path: Path
         "--engine-args", json.dumps({"kv_transfer_config": connector}),
         timeout=START_WITHIN, environment={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     ) as stack:  # fmt: skip
-        prompt = prompts(1)[0] * 4
+        prompt = prompts(1)[0] * 40  # more than a block, which has 128 tokens
         computed, read = (complete(stack.url, prompt, max_tokens=20) for _ in range(2))
     assert list(tmp_path.rglob("*.safetensors"))
     assert read["choices"][0]["text"] == computed["choices"][0]["text"]
