@@ -5,8 +5,9 @@ of the time of day.
 """
 
 import struct
-import subprocess
 from pathlib import Path
+
+from benchmarks.preload import compile_preload
 
 _SOURCE = r"""
 #define _GNU_SOURCE
@@ -64,14 +65,9 @@ class ShiftedClock:
     """
 
     def __init__(self, directory: Path) -> None:
-        source, library = directory / "clock.c", directory / "clock.so"
         self._offset = directory / "offset"
         self.shift(0)
-        source.write_text(_SOURCE)
-        command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(done.stderr)
+        library = compile_preload(_SOURCE, directory, "clock")
         self.environment = {"LD_PRELOAD": str(library), "CLOCK_SHIM_FILE": str(self._offset)}
 
     def shift(self, seconds: int) -> None:

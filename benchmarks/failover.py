@@ -10,15 +10,17 @@ With --minutes, random processes, including front ends, are killed or stopped fo
 --clients clients send the same requests in random order. Requests on connections of a killed front
 end may fail. Afterwards no process may be missing and no gauge may count a request.
 
-With --split, engine 0 computes the prompts and two others answer. Each round strikes once during a
-KV block transfer: it kills or stops a process, or cuts, stalls or corrupts the link. Every answer
-must equal that of a single engine, and after each round all KV blocks must be free.
+With --split, engine 0 computes the prompts and two others answer, over local sockets or, with
+--tcp, over encrypted TCP. Each round strikes once during a KV block transfer: it kills or stops a
+process, or cuts, stalls or corrupts the link. Every answer must equal that of a single engine, and
+after each round all KV blocks must be free.
 
     python -m benchmarks.failover
     python -m benchmarks.failover --streams 8 --tokens 60 --stop-seconds 8
     python -m benchmarks.failover --minutes 5 --streams 8 --tokens 60 --stop-seconds 8
     python -m benchmarks.failover -- --dtype bfloat16 --batch-invariant
     python -m benchmarks.failover --split 5 --streams 8 --tokens 60 --stop-seconds 8
+    python -m benchmarks.failover --split 5 --tcp --streams 8 --tokens 60 --stop-seconds 8
 """
 
 import argparse
@@ -43,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.block_links import BlockLinks
-from benchmarks.running_stack import RunningStack
+from benchmarks.running_stack import RunningStack, free_ports
 
 MODEL = "swell-shakespeare"
 NUM_ENGINES = 3
@@ -418,6 +420,7 @@ PROMPT = ": friends, Romans, countrymen, lend me your ears; I come to bury Caesa
 """About 600 tokens with the text before it."""
 LINK_RATE = 8e6
 """Bytes per second between engines: transfers take a quarter of a second."""
+COORDINATOR_PORTS = 5
 RESTS_WITHIN = 60.0
 OFFERED_FOR = 65.0
 """Seconds after which unread offers expire, plus one check interval."""
@@ -510,6 +513,16 @@ async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in found}
 
 
+async def comes_to_rest(stack: RunningStack) -> bool:
+    """Wait until the stack is at rest; return False if it takes too long."""
+    deadline = time.monotonic() + RESTS_WITHIN
+    while not (rests := await asyncio.to_thread(is_at_rest, stack)):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    return rests
+
+
 async def strike_transfers(
     stack: RunningStack, links: BlockLinks, todo: list[Ask], known: list[Answer],
     plan: Sequence[str], stop_seconds: float,
@@ -542,11 +555,8 @@ async def strike_transfers(
             row.failed += answer.error is not None and not is_excused
             if not (is_right or is_excused):
                 problems.append(f"{kind}, {ask.kind}: {answer.error or answer.told}")
-        while not await asyncio.to_thread(is_at_rest, stack):
-            if time.monotonic() - over > RESTS_WITHIN:
-                problems.append(f"{kind}: not at rest")
-                break
-            await asyncio.sleep(0.1)
+        if not await comes_to_rest(stack):
+            problems.append(f"{kind}: not at rest")
         row.rests_after = max(row.rests_after, time.monotonic() - over)
         for engine, count in (await by_engine(stack, "kv_transfer_failures_total")).items():
             row.broken += max(0, count - broken_before.get(engine, 0))
@@ -556,12 +566,13 @@ async def strike_transfers(
 
 def split(
     streams: int, tokens: int, flags: Sequence[str], plan: Sequence[str], stop_seconds: float, *,
-    waits_for_offers: bool = False,
+    over_tcp: bool = False, waits_for_offers: bool = False,
 ) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
     """Run a split stack and strike at its transfers; see `strike_transfers`.
 
     Args:
         flags: flags of `swell serve`, including those for batch-invariant engines.
+        over_tcp: use TCP with a cluster key instead of local sockets.
         waits_for_offers: check that unread blocks expire, which takes a minute.
     """
     todo = asks(streams, tokens, PROMPT)
@@ -570,6 +581,7 @@ def split(
 
     async def strikes(stack: RunningStack, links: BlockLinks) -> tuple[dict[str, Row], list[str]]:
         between = asyncio.create_task(links.watch())
+        await comes_to_rest(stack)  # it serves before all engines are there
         rows, problems = await strike_transfers(stack, links, todo, known, plan, stop_seconds)
         if waits_for_offers:
             await asyncio.sleep(OFFERED_FOR)
@@ -581,10 +593,19 @@ def split(
         return rows, problems
 
     with TemporaryDirectory(prefix="split-") as name:
-        sockets, aside = Path(name) / "sockets", Path(name) / "aside"
-        aside.mkdir()
-        links = BlockLinks(sockets, aside, LINK_RATE)
-        with RunningStack("--socket-dir", str(sockets), *SPLIT, *flags, timeout=300) as stack:
+        directory = Path(name)
+        links = BlockLinks(directory, LINK_RATE, over_tcp=over_tcp)
+        where = ["--socket-dir", str(directory / "sockets")]
+        if over_tcp:
+            key = directory / "key"
+            key.write_text("a shared secret of this run")
+            where = [
+                "--data-parallel-address", "127.0.0.1", "--cluster-key-file", str(key),
+                "--data-parallel-rpc-port", str(free_ports(COORDINATOR_PORTS)),
+            ]  # fmt: skip
+        with RunningStack(
+            *where, *SPLIT, *flags, timeout=300, environment=links.environment
+        ) as stack:
             return asyncio.run(strikes(stack, links))
 
 
@@ -614,6 +635,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="of random disturbances")
     parser.add_argument("--clients", type=int, default=24, help="of --minutes")
     parser.add_argument("--split", type=int, default=0, help="strikes of each kind at transfers")
+    parser.add_argument("--tcp", action="store_true", help="--split over TCP with a cluster key")
     parser.add_argument("--only", default="", help="strikes of --split whose name contains this")
     parser.add_argument("serve", nargs="*", help="flags for `swell serve`, after --")
     options = parser.parse_args()
@@ -623,7 +645,7 @@ def main() -> int:
             options.streams, options.tokens,
             ["--batch-invariant", "--log-level", "error", *options.serve],
             [kind for kind in STRIKES if options.only in kind] * options.split,
-            options.stop_seconds, waits_for_offers=True,
+            options.stop_seconds, over_tcp=options.tcp, waits_for_offers=True,
         )  # fmt: skip
         report_strikes(console, rows, problems)
         return 1 if problems else 0

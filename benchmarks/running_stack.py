@@ -76,7 +76,7 @@ class RunningStack:
         self._started_at = 0.0
 
     def __enter__(self) -> "RunningStack":
-        port = 0 if self._log is None else _free_port()
+        port = 0 if self._log is None else free_ports()
         # `vllm serve` wants the model first; a port among the flags takes precedence.
         named = bool(self._arguments) and not self._arguments[0].startswith("-")
         model, flags = self._arguments[:named], self._arguments[named:]
@@ -224,9 +224,12 @@ def _parent(process: psutil.Process) -> int | None:
         return None
 
 
-def _free_port() -> int:
-    """Return a port that no connection takes before the stack listens on it."""
+def free_ports(count: int = 1) -> int:
+    """Return the first of consecutive ports that no connection takes before a stack listens."""
+    lowest, highest = _NEVER_GIVEN_TO_CONNECTIONS
     while True:
-        port = random.SystemRandom().randrange(*_NEVER_GIVEN_TO_CONNECTIONS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+        first = random.SystemRandom().randrange(lowest, highest - count)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first

@@ -25,6 +25,11 @@ def engine_rate(metric: str) -> str:
     return f"max by (engine) (rate(swell_{metric}{{{_SELECT}}}[$__rate_interval]))"
 
 
+def engines_rate(metric: str) -> str:
+    """Return the rate of a counter, summed over engines."""
+    return f"sum({engine_rate(metric)})"
+
+
 def process(metric: str) -> str:
     """Return one series per process; all front ends export the same values."""
     return f"max by (process, host) (swell_process_{metric}{{{_SELECT}}})"
@@ -275,6 +280,39 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ),
         panel("Preemptions", {"engine {{engine}}": engine_rate("num_preemptions_total")},
               unit="ops"),
+    ],
+    "KV tiers and transfers": [
+        panel(
+            "Tokens read instead of computed",
+            {"from tiers": engines_rate("kv_tier_hits_total"),
+             "from other engines": engines_rate("kv_transfer_hits_total")},
+            unit="ops",
+        ),
+        panel(
+            "Bytes",
+            {"written to tiers": engines_rate("kv_tier_stored_bytes_total"),
+             "sent": engines_rate("kv_transfer_sent_bytes_total"),
+             "received": engines_rate("kv_transfer_bytes_total")},
+            unit="Bps",
+        ),
+        panel(
+            "Failures",
+            {"errors of tiers": engines_rate("kv_tier_errors_total"),
+             "blocks not stored": engines_rate("kv_tier_dropped_blocks_total"),
+             "incomplete transfers": engines_rate("kv_transfer_failures_total"),
+             "copies without room or reader": engines_rate("kv_transfer_dropped_blocks_total")},
+            unit="ops",
+            text="Each costs computing, never a request.",
+        ),
+        panel(
+            "Requests waiting for blocks of other engines",
+            {"engine {{engine}}": engine_rate("kv_transfer_seconds_total")},
+            text="Mean number.",
+        ),
+        panel(
+            "Memory of copies for other engines",
+            {"engine {{engine}}": engine("kv_transfer_offered_bytes")}, unit="bytes",
+        ),
     ],
     "Faults": [
         panel("Engines up", {"engine {{engine}}": engine("engine_up")}, width=6),

@@ -81,8 +81,33 @@ _NEEDS = (
     ),
     _Need(
         ("kv_transfer_bytes",),
-        "--kv-role or --prefill-engines",
-        lambda values: values["kv_role"] is not None or values["prefill_engines"] > 0,
+        "--kv-role, --prefill-engines or --kv-transfer-config",
+        lambda values: (
+            values["kv_role"] is not None
+            or values["prefill_engines"] > 0
+            or values["kv_transfer_config"] is not None
+        ),
+    ),
+    _Need(
+        ("prefill_engines",),
+        "a larger --data-parallel-size: no engine answers only",
+        lambda values: (
+            values["data_parallel_size"] == 1  # of a command that starts one of several engines
+            or values["prefill_engines"] < values["data_parallel_size"]
+        ),
+    ),
+    _Need(
+        ("kv_disk_tier_bytes",),
+        "--kv-disk-tier-dir",
+        lambda values: values["kv_disk_tier_dir"] is not None,
+    ),
+    _Need(
+        ("kv_tier_policy",),
+        "--kv-memory-tier-bytes, --kv-disk-tier-dir or --kv-transfer-config",
+        lambda values: (
+            bool(values["kv_memory_tier_bytes"] or values["kv_disk_tier_dir"])
+            or values["kv_transfer_config"] is not None
+        ),
     ),
     _Need(
         ("allowed_methods", "allowed_headers", "allow_credentials"),

@@ -1,7 +1,7 @@
 """A stack whose prompts and answers are computed by different engines, which are killed."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -85,9 +85,17 @@ def test_answers_are_whole_when_an_engine_is_killed(
     assert answers(stack) == expected
 
 
+LINKS = ("link cut", "link silent", "blocks damaged")
+
+
 @pytest.mark.slow
-def test_nothing_is_lost_with_a_process_or_a_link_while_blocks_are_on_their_way() -> None:
-    rows, problems = split(2, 20, EXACT, STRIKES[1:], stop_seconds=6)
+@pytest.mark.parametrize(
+    ("kinds", "over_tcp"), [(STRIKES[1:], False), (LINKS, True)], ids=["ipc", "tcp with CURVE"]
+)
+def test_nothing_is_lost_with_a_process_or_a_link_while_blocks_are_on_their_way(
+    kinds: Sequence[str], over_tcp: bool
+) -> None:
+    rows, problems = split(2, 20, EXACT, kinds, stop_seconds=6, over_tcp=over_tcp)
     assert problems == []
     assert all(row.right + row.excused == row.answers > 0 for row in rows.values())
-    assert all(rows[kind].broken for kind in ("link cut", "link silent", "blocks damaged"))
+    assert all(rows[kind].broken for kind in LINKS)

@@ -126,6 +126,13 @@ def test_tuning_sets_what_nobody_sets_by_hand(capsys: pytest.CaptureFixture[str]
         ("--ray-namespace a --ray-env B=1", "--ray-namespace, --ray-env have no effect without"),
         ("--prompt-lookup-max 5 --speculative-ngram 4", None),
         ("--response-store none --response-store-age 5", "a --response-store"),
+        ("--kv-transfer-bytes 9", "--kv-role, --prefill-engines or --kv-transfer-config"),
+        ('--kv-transfer-bytes 9 --kv-transfer-config {"kv_role":"kv_both"}', None),
+        ("--prefill-engines 2 --data-parallel-size 2", "a larger --data-parallel-size"),
+        ("--prefill-engines 1 --data-parallel-size 2", None),
+        ("--kv-disk-tier-bytes 1GiB", "without --kv-disk-tier-dir"),
+        ("--kv-tier-policy evicted", "--kv-memory-tier-bytes, --kv-disk-tier-dir"),
+        ("--kv-tier-policy evicted --kv-memory-tier-bytes 1GiB", None),
     ],
 )
 def test_a_flag_without_effect_is_named(argv: str, warning: str | None) -> None:

@@ -69,8 +69,7 @@ class PlayedEngine:
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=8,
-                max_num_batched_tokens=48,
-                **{"speculative_row_price": 0.0} | scheduling,
+                **{"max_num_batched_tokens": 48, "speculative_row_price": 0.0} | scheduling,
             ),
             executor=ExecutorConfig(threads=1, batch_invariant=shards == 1),
             parallel=ParallelConfig(data_parallel_size=1, tensor_parallel_size=shards),

@@ -48,6 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ("llama", {"async_scheduling": True}),
         ("llama", {"speculative_ngram": 3}),
         ("llama", {"long_prefill_token_threshold": 7}),
+        ("llama", {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}),
         ("qwen3-moe", {}),
         ("mistral-window", {}),
         ("gemma3", {}),
@@ -55,7 +56,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ("llama", {"shards": 2}),
         ("llama", {"shards": 2, "async_scheduling": True, "kv_cache_dtype": "fp8"}),
         ("gemma3", {"shards": 2}),
-        ("deepseek3", {"shards": 2}),
+        ("deepseek3", {"shards": 2, "kv_cache_dtype": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
 )
