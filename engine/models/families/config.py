@@ -122,6 +122,8 @@ def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
         name = "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM"
     elif architecture.startswith(("SmolVLM", "Idefics3")):
         name = "LlamaForCausalLM"
+    elif architecture.startswith(("Llava", "InternVL")):
+        name = f"{str(kind).capitalize()}ForCausalLM"
     elif architecture.startswith(("Qwen2VL", "Qwen2_5_VL")):
         name = architecture
     else:
