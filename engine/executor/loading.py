@@ -1,5 +1,6 @@
 """Loads a model onto a device according to the settings, in all computing processes."""
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from math import prod
@@ -38,11 +39,12 @@ from engine.models.settings import (
     open_checkpoint,
     quantization,
 )
-from engine.models.spec import ModelSpec, UnsupportedModel, VisionSpec
+from engine.models.spec import ModelSpec, TowerSpec, UnsupportedModel, VisionSpec
 from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.shared.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.shared.cpu.machine import usable_cores
 from engine.shared.model_files import model_directory, served_names
+from engine.shared.plugins import install_command
 from engine.shared.pooling import PoolingSpec, read_pooling
 
 logger = logging.getLogger(__name__)
@@ -177,6 +179,9 @@ def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> b
     reason = why_blind(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
         reason = f"the weights in {directory}, which include no vision encoder"
+    is_tower = isinstance(vision, TowerSpec)
+    if reason is None and is_tower and importlib.util.find_spec("transformers") is None:
+        reason = f"a vision encoder of transformers: {install_command('transformers')}"
     if reason is not None:
         logger.warning("no images are taken with %s", reason)
     return reason is None

@@ -11,7 +11,13 @@ import msgspec
 from engine.models.families.config import check_unread, with_defaults
 from engine.models.families.registry import architecture_of, family_of
 from engine.models.formats.quantized.scheme import read_scheme
-from engine.models.spec import DtypeName, ModelSpec, QwenVisionSpec, UnsupportedModel
+from engine.models.spec import (
+    DtypeName,
+    ModelSpec,
+    QwenVisionSpec,
+    SiglipSpec,
+    UnsupportedModel,
+)
 from engine.shared.end_tokens import end_token_ids, named_end_tokens
 
 _DTYPES: tuple[str, ...] = get_args(DtypeName)
@@ -29,11 +35,16 @@ def read_spec(directory: Path) -> ModelSpec:
     ends = end_token_ids(directory, text, generation)
     known = tuple([each for each in ends if each < spec.vocab_size])
     vision = spec.vision
-    if isinstance(vision, QwenVisionSpec):
+    if vision is not None and not isinstance(vision, SiglipSpec):
         images = read_image_settings(directory)
-        size = images.get("size") or {}
-        pixels = images.get("max_pixels") or size.get("longest_edge") or vision.max_pixels
-        vision = msgspec.structs.replace(vision, max_pixels=int(pixels))
+        size = images.get("size")
+        longest = size.get("longest_edge") if isinstance(size, dict) else None
+        if isinstance(vision, QwenVisionSpec):
+            pixels = images.get("max_pixels") or longest or vision.max_pixels
+            vision = msgspec.structs.replace(vision, max_pixels=int(pixels))
+        elif not vision.is_square:
+            side = int(longest or vision.image_size)
+            vision = msgspec.structs.replace(vision, image_size=side)
     return msgspec.structs.replace(spec, eos_token_ids=known, vision=vision)
 
 

@@ -144,20 +144,14 @@ weights; all queries together, and all keys; each head without weights, in layer
 encoding."""
 
 
-class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision encoder: layers over patches of an image; each square of patches becomes a token."""
+class _ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How images become tokens: each square of patches becomes one."""
 
     token_id: int
     """Placeholder token in prompts for an image embedding."""
     patch_size: int
     scale_factor: int
     """Patches per side of the square that becomes one token."""
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    activation: str
-    eps: float
 
     @property
     def token_side(self) -> int:
@@ -169,9 +163,25 @@ class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether each image token attends to its whole image in the text model."""
         return False
 
+    @property
+    def breaks_rows(self) -> bool:
+        """Whether a token of text stands between the rows of an image's tokens."""
+        return False
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of an image's tokens."""
         return height // self.token_side, width // self.token_side
+
+
+class _PatchSpec(_ImageSpec, frozen=True, kw_only=True):
+    """A vision encoder: layers over patches of an image."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    eps: float
 
 
 class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
@@ -185,7 +195,7 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
 
     @property
     def sees_all(self) -> bool:
-        """See `_PatchSpec`."""
+        """See `_ImageSpec`."""
         return self.is_gemma
 
     def num_tokens(self, height: int, width: int) -> int:
@@ -232,7 +242,44 @@ class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
         return max(self.max_pixels // self.token_side**2, longest)
 
 
-VisionSpec = SiglipSpec | QwenVisionSpec
+class TowerSpec(_ImageSpec, frozen=True, kw_only=True):
+    """An encoder that transformers computes."""
+
+    image_size: int
+    """Maximum side of an image in pixels; of square images the only one."""
+    is_square: bool = True
+    """Otherwise images have any size in whole tokens, and text between the rows of tokens."""
+    is_told_sizes: bool = False
+    """Whether the class of transformers takes sizes with the pixels."""
+
+    @property
+    def breaks_rows(self) -> bool:
+        """See `_ImageSpec`."""
+        return not self.is_square
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens of an image, including those between its rows; 0 for an
+        unsupported size."""
+        rows, columns = self.grid(height, width)
+        if self.is_square:
+            return rows * columns if height == width == self.image_size else 0
+        is_whole = not (height % self.token_side or width % self.token_side)
+        if not is_whole or min(rows, columns) < 1 or max(height, width) > self._longest:
+            return 0
+        return rows * (columns + 1) - 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest image."""
+        side = self.image_size if self.is_square else self._longest
+        return self.num_tokens(side, side)
+
+    @property
+    def _longest(self) -> int:
+        return -(-self.image_size // self.token_side) * self.token_side
+
+
+VisionSpec = SiglipSpec | QwenVisionSpec | TowerSpec
 """A vision-language model's encoder."""
 
 

@@ -108,8 +108,13 @@ class ImageEmbeddings:
                 low, high = max(start, image.position), min(end, image.end)
                 if low < high:
                     kept = self._kept[image.digest]
-                    tokens.append(np.arange(first + low, first + high))
-                    embeddings.append(kept[low - image.position : high - image.position])
+                    part = np.arange(low, high)
+                    if self._encoder.spec.breaks_rows:
+                        part, kept = self._without_breaks(image, part, kept)
+                    else:
+                        kept = kept[low - image.position : high - image.position]
+                    tokens.append(first + part)
+                    embeddings.append(kept)
                     shown.append((image, slot, first))
         if not tokens:
             return None
@@ -117,6 +122,15 @@ class ImageEmbeddings:
         if self._model.image_attention is not None:
             whole = self._whole(shown, tokens, table)
         return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined, whole)
+
+    def _without_breaks(
+        self, image: SlotImage, part: IntArray, kept: Tensor
+    ) -> tuple[IntArray, Tensor]:
+        """Return the positions of a part that are not between rows, and their embeddings."""
+        rows, columns = np.divmod(part - image.position, self._grid(image)[1] + 1)
+        is_shown = columns < self._grid(image)[1]
+        places = (rows * self._grid(image)[1] + columns)[is_shown]
+        return part[is_shown], kept.index_select(0, to_device(places, kept.device))
 
     def _whole(
         self,

@@ -114,6 +114,8 @@ def _bad_image(
     size, wanted = f"{image.height} x {image.width}", vision.num_tokens(image.height, image.width)
     start, end = image.position, image.position + wanted
     others = wanted - tokens[max(0, start) : end].count(vision.token_id)
+    if wanted and vision.breaks_rows:
+        others -= vision.grid(image.height, image.width)[0] - 1
     problems = {
         f"the model's encoder takes no image of {size} pixels": not wanted,
         f"{size} pixels are {wanted} tokens, not {image.num_tokens}": image.num_tokens != wanted,
@@ -125,7 +127,7 @@ def _bad_image(
         ),
         f"it begins at token {start}, before the end of what is before it": start < before,
         f"it ends at token {end}, but the prompt has {len(tokens)}": end > len(tokens),
-        f"{others} of its tokens do not stand for an image": others > 0,
+        f"{others} of its tokens do not stand for an image": others != 0,
     }
     return next((problem for problem, is_there in problems.items() if is_there), None)
 

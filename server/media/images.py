@@ -252,12 +252,12 @@ class Images:
         try:
             for image in images:
                 runs = []
-                for size in image.plan.sizes:
+                for length in image.plan.runs:
                     first = token_ids.index(self.token_id, at)
-                    at = first + size.num_tokens
-                    if token_ids[first:at].count(self.token_id) != size.num_tokens:
+                    at = first + length
+                    if token_ids[first:at].count(self.token_id) != length:
                         raise ValueError
-                    runs.append((first, size.num_tokens))
+                    runs.append((first, length))
                 if len(image.inputs) == 1:
                     runs = [(runs[0][0], at - runs[0][0])]
                 inputs += [

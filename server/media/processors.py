@@ -7,7 +7,7 @@ placeholder text, and the encoder input of each run of tokens.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,11 +34,18 @@ class ImagePlan(NamedTuple):
     """Placeholder text in the prompt."""
     sizes: tuple[EncoderSize, ...]
     """Encoder inputs in the order of their tokens."""
+    rows: int = 1
+    """Number of equal runs that the tokens of an encoder input form, with other text between."""
 
     @property
     def num_tokens(self) -> int:
         """Number of image embeddings, one per placeholder token."""
         return sum(size.num_tokens for size in self.sizes)
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """Lengths of the runs of placeholder tokens."""
+        return tuple(size.num_tokens // self.rows for size in self.sizes for _ in range(self.rows))
 
     @property
     def num_bytes(self) -> int:
@@ -215,31 +222,147 @@ class Qwen2VL:
         yield image.resize((width, height), self._resample)
 
 
-class Mistral3:
-    """Mistral 3: rows of merged patches; supported only by engines that resize images."""
+class Pixtral:
+    """Mistral 3, and LLaVA with the encoder of Pixtral: rows of patches, with text between."""
 
     marker = token = "[IMG]"
 
     def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        self._longest = int(settings.get("size", {"longest_edge": 1540})["longest_edge"])
-        merged = int(config.get("spatial_merge_size", 2))
-        self._factor = merged * int(config["vision_config"].get("patch_size", 14))
-        self.name = f"mistral3 {self._longest} {self._factor}"
+        vision = config["vision_config"]
+        size = settings.get("size") or {}
+        self._longest = int(size.get("longest_edge") or vision.get("image_size", 1540))
+        is_merged = config["model_type"] == "mistral3"
+        merged = int(config.get("spatial_merge_size", 2)) if is_merged else 1
+        self._factor = merged * int(vision.get("patch_size", 14 if is_merged else 16))
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
+        self.name = f"pixtral {self._longest} {self._factor} {self._resample}"
 
-    def plan(self, height: int, width: int) -> ImagePlan:
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tokens."""
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (
-            (math.floor(side / ratio) - 1) // self._factor + 1 for side in (height, width)
+            max(0, math.floor(side / ratio) - 1) // self._factor + 1 for side in (height, width)
         )
-        row = EncoderSize(self._factor, columns * self._factor, columns)
+        return rows, columns
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        rows, columns = self._grid(height, width)
         text = "[IMG_BREAK]".join([self.token * columns] * rows) + "[IMG_END]"
-        return ImagePlan(text, (row,) * rows)
+        size = EncoderSize(rows * self._factor, columns * self._factor, rows * columns)
+        return ImagePlan(text, (size,), rows)
 
     def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
-        raise BadProcessor("engines that encode images of Mistral 3 resize them themselves")
+        rows, columns = self._grid(image.height, image.width)
+        yield image.resize((columns * self._factor, rows * self._factor), self._resample)
 
 
-_KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL] | type[Mistral3]] = {
+class Llava:
+    """LLaVA with CLIP or SigLIP: one square of fixed size."""
+
+    marker = token = "<image>"
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        vision = config["vision_config"]
+        kind = vision.get("model_type", "clip_vision_model")
+        strategy = config.get("vision_feature_select_strategy") or "default"
+        if _WHOLE_PATCHES.get(kind) != strategy:
+            raise BadProcessor(
+                f"a LLaVA with vision_feature_select_strategy {strategy!r} and a vision_config of "
+                f"model_type {kind!r} is not served"
+            )
+        if settings.get("do_pad"):
+            raise BadProcessor("do_pad is not served")
+        self._side = int(vision.get("image_size", 336))
+        square = {"height": self._side, "width": self._side}
+        size = settings.get("size", {"shortest_edge": self._side})
+        size = size if isinstance(size, dict) else {"shortest_edge": size}
+        self._shortest: int | None = size.get("shortest_edge")
+        crop = settings.get("crop_size", square)
+        crop = crop if isinstance(crop, dict) else {"height": crop, "width": crop}
+        is_cut = self._shortest is not None and settings.get("do_center_crop", True)
+        if (crop if is_cut else size) != square or (self._shortest or self._side) < self._side:
+            raise BadProcessor(f"size and crop_size do not make images of {self._side} pixels")
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
+        tokens = (self._side // int(vision.get("patch_size", 14))) ** 2
+        size_of_all = EncoderSize(self._side, self._side, tokens)
+        self._plan = ImagePlan(self.token * tokens, (size_of_all,))
+        self.name = f"llava {self._side} {self._shortest} {self._resample}"
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        return self._plan
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        side = self._side
+        if self._shortest is None:
+            yield image.resize((side, side), self._resample)
+            return
+        least = min(image.size)
+        width, height = (int(self._shortest * each / least) for each in image.size)
+        left, top = (width - side) // 2, (height - side) // 2
+        image = image.resize((width, height), self._resample)
+        yield image.crop((left, top, left + side, top + side))
+
+
+class InternVL:
+    """InternVL: tiles of the grid closest to the image's shape, then the whole as one tile."""
+
+    marker = token = "<IMG_CONTEXT>"
+
+    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        side = config["vision_config"].get("image_size", 448)
+        self._side = int(side[0] if isinstance(side, list) else side)
+        wanted = {"height": self._side, "width": self._side}
+        if settings.get("size", wanted) != wanted:
+            raise BadProcessor(f"size is not that of the encoder's images, {self._side} pixels")
+        # transformers' processor of this model splits images unless the request says otherwise.
+        least, most = int(settings.get("min_patches", 1)), int(settings.get("max_patches", 12))
+        sides = range(1, most + 1)
+        grids = [(rows, columns) for columns in sides for rows in sides]
+        kept = [grid for grid in grids if least <= math.prod(grid) <= most]
+        self._grids = sorted(kept, key=math.prod)
+        self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
+        tokens = settings.get("image_seq_length") or config.get("image_seq_length") or 256
+        self._num_tokens = int(tokens)
+        self.name = f"internvl {self._side} {least} {most} {self._resample}"
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles."""
+        best, least = (1, 1), math.inf
+        for rows, columns in self._grids:
+            difference = abs(width / height - columns / rows)
+            # Of equally close grids the larger, up to twice the area of the image.
+            is_filled = height * width > 0.5 * self._side**2 * rows * columns
+            if difference < least or (difference == least and is_filled):
+                best, least = (rows, columns), difference
+        return best
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        tiles = math.prod(self._grid(height, width))
+        tiles += tiles > 1
+        size = EncoderSize(self._side, self._side, self._num_tokens)
+        text = f"<img>{self.token * self._num_tokens * tiles}</img>"
+        return ImagePlan(text, (size,) * tiles)
+
+    def pixels(self, image: Image.Image) -> Iterator[Image.Image]:
+        side, (rows, columns) = self._side, self._grid(image.height, image.width)
+        large = image.resize((columns * side, rows * side), self._resample)
+        for top in range(0, rows * side, side):
+            for left in range(0, columns * side, side):
+                yield large.crop((left, top, left + side, top + side))
+        if rows * columns > 1:
+            yield image.resize((side, side), self._resample)
+
+
+_WHOLE_PATCHES = {"clip_vision_model": "default", "siglip_vision_model": "full"}
+"""Values of `vision_feature_select_strategy` with which each patch becomes a token."""
+
+
+def _llava(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Llava | Pixtral:
+    is_pixtral = config["vision_config"].get("model_type") == "pixtral"
+    return (Pixtral if is_pixtral else Llava)(settings, config)
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageProcessor]] = {
     "idefics3": Idefics3,
     "smolvlm": Idefics3,
     "gemma3": Gemma3,
@@ -249,9 +372,11 @@ _KINDS: dict[str, type[Idefics3] | type[Gemma3] | type[Qwen2VL] | type[Mistral3]
     "qwen3_vl_moe": Qwen2VL,
     "qwen3_5": Qwen2VL,
     "qwen3_5_moe": Qwen2VL,
-    "mistral3": Mistral3,
+    "mistral3": Pixtral,
+    "llava": _llava,
+    "internvl": InternVL,
 }
-"""Processor classes by the `model_type` of config.json."""
+"""Processors by the `model_type` of config.json."""
 
 
 def image_processor(directory: Path) -> ImageProcessor | None:
@@ -272,7 +397,7 @@ def image_processor(directory: Path) -> ImageProcessor | None:
         raise BadProcessor("do_resize is false: images of any size are not served")
     try:
         return kind(settings, config)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadProcessor(
             f"how {directory.name} takes images cannot be read from preprocessor_config.json: "
             f"{type(error).__name__} {error}"

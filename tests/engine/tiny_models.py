@@ -324,6 +324,7 @@ _VISION = {
     "image_size": 32,
     "patch_size": 4,
 }
+_LARGE_PATCHES = {**_VISION, "patch_size": 8}
 IMAGE_TOKEN = 255
 _QWEN_VISION = {
     "depth": 4,
@@ -362,6 +363,40 @@ MODELS_WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {"model_type": "siglip_vision_model", **_VISION},
             "text_config": {**_SIZES, **MODELS["gemma3"][1]},
             "mm_tokens_per_image": 16,
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "text_config": {"model_type": "mistral", **_SIZES},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llava": ("Llava", {"vision_config": {"model_type": "clip_vision_model", **_LARGE_PATCHES}}),
+    "llava-siglip": (
+        "Llava",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_LARGE_PATCHES},
+            "text_config": {"model_type": "qwen2", **_SIZES},
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "llava-pixtral": (
+        "Llava",
+        {
+            "vision_config": {"model_type": "pixtral", **_LARGE_PATCHES},
+            "text_config": {"model_type": "mistral", **_SIZES},
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+        },
+    ),
+    "internvl": (
+        "InternVL",
+        {
+            "vision_config": {"model_type": "internvl_vision", **_VISION},
+            "text_config": {"model_type": "qwen3", **_SIZES, "head_dim": 32},
+            "tie_word_embeddings": False,
         },
     ),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.shared.messages import EncoderInput
@@ -23,11 +24,18 @@ def pixel_values(given: EncoderInput) -> torch.Tensor:
 def shown_to(reference: Any, images: Sequence[EncoderInput]) -> dict[str, torch.Tensor]:
     """Return how a model of transformers is given images."""
     values = [pixel_values(each) for each in images]
-    if reference.config.model_type == "gemma3":
+    kind, vision = reference.config.model_type, reference.config.vision_config
+    if vision.model_type == "pixtral":
+        sizes = [[each.height, each.width] for each in images]
+        rows, columns = (max(size[side] for size in sizes) for side in (0, 1))
+        padded = [
+            F.pad(each, (0, columns - each.shape[2], 0, rows - each.shape[1])) for each in values
+        ]
+        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+    if kind in ("gemma3", "llava", "internvl"):
         return {"pixel_values": torch.stack(values)}
-    if reference.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+    if kind not in ("qwen2_vl", "qwen2_5_vl"):
         return {"pixel_values": torch.stack(values)[None]}
-    vision = reference.config.vision_config
     size, side = vision.patch_size, vision.spatial_merge_size
     processor: Any = Qwen2VLImageProcessorPil()
     frames = vision.temporal_patch_size

@@ -124,6 +124,8 @@ def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
         name = kind
     elif architecture.startswith(("SmolVLM", "Idefics3")):
         name = "LlamaForCausalLM"
+    elif architecture.startswith(("Llava", "InternVL")):
+        name = f"{str(kind).capitalize()}ForCausalLM"
     elif architecture.startswith(("Qwen2VL", "Qwen2_5_VL")):
         name = architecture
     else:

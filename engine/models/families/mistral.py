@@ -1,4 +1,4 @@
-"""Mistral, Mistral Small 3 and Ministral 3 (text models only), and Mixtral."""
+"""Mistral, Mistral Small 3, Ministral 3, and Mixtral."""
 
 from functools import partial
 
@@ -18,6 +18,7 @@ from engine.models.families.reading import (
     rope_parameters,
     uniform_windows,
 )
+from engine.models.families.towers import read_tower
 from engine.models.spec import ModelSpec, TemperatureSpec
 
 
@@ -26,7 +27,7 @@ def _mistral(config: Config) -> ModelSpec:
 
 
 def _ministral_3(config: Config) -> ModelSpec:
-    spec = _mistral(config)
+    spec = replace(_mistral(config), vision=read_tower(config))
     scale, (rope,) = rope_parameters(config).get("llama_4_scaling_beta"), spec.distinct_ropes
     if scale is None:
         return spec

@@ -13,6 +13,7 @@ from engine.models.families import (
     gpt_oss,
     granite,
     llama,
+    llava,
     minimax_m2,
     mistral,
     olmo2,
@@ -29,6 +30,7 @@ from engine.shared.plugins import instance_of, load_plugin, offered
 _FAMILIES = (
     llama.FAMILY,
     llama.LLAMA_4,
+    llava.FAMILY,
     mistral.FAMILY,
     mistral.MINISTRAL_3,
     mistral.MIXTRAL,

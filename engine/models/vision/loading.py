@@ -8,12 +8,13 @@ import torch
 from engine.models.encoders.builder import Builder
 from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
 from engine.models.formats.files import TensorFiles
-from engine.models.spec import ModelSpec, SiglipSpec, VisionSpec
+from engine.models.spec import ModelSpec, SiglipSpec, TowerSpec, VisionSpec
 from engine.models.vision.qwen import QwenVisionEncoder, load_qwen_vision
 from engine.models.vision.siglip import SiglipEncoder, load_siglip
+from engine.models.vision.tower import TransformersTower, load_tower
 from engine.shared.config import ModelConfig
 
-VisionEncoder = SiglipEncoder | QwenVisionEncoder
+VisionEncoder = SiglipEncoder | QwenVisionEncoder | TransformersTower
 
 
 class _Names(NamedTuple):
@@ -36,6 +37,8 @@ _GEMMA3 = _Names(
      "model.vision_tower.", "model."),
     ("head.", "language_model.", "model.language_model.", "lm_head."),
 )  # fmt: skip
+_TOWERS = ("vision_tower.", "model.vision_tower.")
+"""Possible name prefixes of the tensors of encoders that transformers computes."""
 _QWEN = _Names("patch_embed.proj.weight", ("model.visual.", "visual."), ("model.", "lm_head."))
 
 
@@ -49,7 +52,10 @@ def has_vision(directory: Path, vision: VisionSpec, settings: ModelConfig) -> bo
     """Return whether a model's files contain its vision encoder."""
     if settings.load_format == "dummy":
         return True
-    names, found = _names(vision), TensorFiles(directory).shapes
+    found = TensorFiles(directory).shapes
+    if isinstance(vision, TowerSpec):
+        return any(name.startswith(_TOWERS) for name in found)
+    names = _names(vision)
     return any(prefix + names.one in found for prefix in ("", *names.prefixes))
 
 
@@ -71,6 +77,8 @@ def load_vision(
     """
     vision = spec.vision
     assert vision is not None, "the model has no vision encoder"
+    if isinstance(vision, TowerSpec):
+        return load_tower(directory, vision, settings, dtype, device)
     names = _names(vision)
     tensors: Tensors = DummyTensors(directory, settings.seed, dtype)
     if settings.load_format != "dummy":

@@ -21,6 +21,12 @@ class Normalization(msgspec.Struct, frozen=True):
     deviation: Colors = (0.5, 0.5, 0.5)
 
 
+CLIP = Normalization(
+    mean=(0.48145466, 0.4578275, 0.40821073), deviation=(0.26862954, 0.26130258, 0.27577711)
+)
+"""What most encoders use if a model's files specify none."""
+
+
 def read_normalization(directory: Path, default: Normalization) -> Normalization:
     """Read the normalization from a model directory; unspecified values have the default.
 

@@ -23,12 +23,7 @@ from engine.models.layers import Chain, Norm
 from engine.models.module import Module, Rows
 from engine.models.products.dense import prepare_linear
 from engine.models.spec import QwenVisionSpec, RopeSpec
-from engine.models.vision.pixels import Normalization, PixelReader, read_normalization
-
-_NORMALIZATION = Normalization(
-    mean=(0.48145466, 0.4578275, 0.40821073), deviation=(0.26862954, 0.26130258, 0.27577711)
-)
-"""Used if a model's files specify none."""
+from engine.models.vision.pixels import CLIP, PixelReader, read_normalization
 
 
 class _Places(NamedTuple):
@@ -130,7 +125,7 @@ def load_qwen_vision(
     )
     return QwenVisionEncoder(
         vision,
-        PixelReader(read_normalization(directory, _NORMALIZATION), build.device),
+        PixelReader(read_normalization(directory, CLIP), build.device),
         # All frames of an image are equal, so their weights can be summed.
         patches=prepare_linear(weight.float().sum(2).to(build.dtype).flatten(1), None),
         rotary=torch.cat((half, half), dim=2),

@@ -1,5 +1,6 @@
 """Engines serve prompts with images like transformers, whatever else they serve."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.shared.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AddRequest, EncoderInput
+from engine.shared.messages import AddRequest, EncoderInput, EngineCounters
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.executor.many_kinds import serve as serve_steps
 from tests.engine.fixtures import SaveModel
@@ -28,7 +29,7 @@ from tests.engine.serving import Answer, request, serve
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
 _END = 59
-"""Text after each image; Qwen always has text between images."""
+"""Text after each image, and between rows of one; Qwen always has text between images."""
 
 
 def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: Any) -> AddRequest:
@@ -38,7 +39,9 @@ def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: An
     for part in parts:
         if isinstance(part, int):
             images.append(picture(name, part, len(tokens)))
-            tokens += [IMAGE_TOKEN] * images[-1].num_tokens + [_END]
+            count = images[-1].num_tokens
+            breaks = range(4, count, 5) if name == "mistral3" else ()
+            tokens += [_END if i in breaks else IMAGE_TOKEN for i in range(count)] + [_END]
         else:
             tokens += part
     asked = request(id, tokens, **{"temperature": 0.0, "max_tokens": 12} | sampling)
@@ -47,7 +50,7 @@ def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: An
 
 def picture(name: str, number: int, position: int) -> EncoderInput:
     if name != "qwen2.5-vl":
-        tokens = {"smolvlm": 4, "gemma3-vision": 16}[name]
+        tokens = {"smolvlm": 4, "gemma3-vision": 16, "internvl": 16, "mistral3": 19}[name]
         return encoder_input(number, position, num_tokens=tokens)
     height, width = ((16, 16), (8, 48), (32, 8))[number % 3]
     tokens = height * width // 64
@@ -82,7 +85,7 @@ def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> 
         assert answer.tokens == expected, each.request_id
 
 
-ALL = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
+ALL = pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision", "mistral3"])
 _SMALL = {"tiers": {"encoder_cache_bytes": 1}, "max_num_encoder_tokens": 4}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -190,6 +193,8 @@ def test_kv_tiers_tell_images_apart(name: str, checkpoint: SaveModel, tmp_path: 
         ("qwen2.5-vl", 1, 2, {}),
         ("gemma3-vision", 2, 1, {"speculative_model": "own"}),
         ("gemma3-vision", 2, 2, {}),
+        ("mistral3", 2, 2, {"speculative_ngram": 3}),
+        ("internvl", 2, 1, {"async_scheduling": True}),
     ],
 )
 def test_processes_that_share_a_model_see_images_as_one_does(
@@ -198,8 +203,17 @@ def test_processes_that_share_a_model_see_images_as_one_does(
     model, asked = checkpoint(name), traffic(name)
     if "speculative_model" in scheduling:
         scheduling = {"speculative_model": str(model.directory)}
+    kind = ModelConfig(model=str(model.directory), device="cpu", dtype="float32")
+    answers, counters = serve_in_processes(kind, asked, shards, stages, **scheduling)
+    check(model, asked, answers)
+    assert counters.encoded_images >= 12
+
+
+def serve_in_processes(
+    model: ModelConfig, asked: list[AddRequest], shards: int, stages: int, **scheduling: Any
+) -> tuple[list[Answer], EngineCounters]:
     config = EngineConfig(
-        model=ModelConfig(model=str(model.directory), device="cpu", dtype="float32"),
+        model=model,
         cache=CacheConfig(block_size=8, num_kv_blocks=100, encoder_cache_bytes=1),
         scheduler=SchedulerConfig(
             max_num_seqs=6, max_num_batched_tokens=40, max_num_encoder_tokens=4, **scheduling
@@ -214,8 +228,31 @@ def test_processes_that_share_a_model_see_images_as_one_does(
         (tokens, _, _), counters = serve_steps(executor, config, asked)
     finally:
         executor.shutdown()
-    check(model, asked, [Answer(tokens[each.id], "length", []) for each in asked])
-    assert counters.encoded_images >= 12
+    return [Answer(tokens[each.id], "length", []) for each in asked], counters
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "most"), [("int8", "float32", 0.05), ("int4", "bfloat16", 0.6)]
+)
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "mistral3"])
+def test_processes_that_share_a_model_in_few_bits_see_images(
+    name: str, quantization: Any, dtype: Any, most: float, checkpoint: SaveModel
+) -> None:
+    model = checkpoint(name)
+    asked = [each for each in traffic(name) if each.encoder_inputs]
+    kind = ModelConfig(
+        model=str(model.directory), device="cpu", dtype=dtype, quantization=quantization
+    )
+    answers, _ = serve_in_processes(kind, asked, 2, 1)
+    short = []
+    for each, answer in zip(asked, answers, strict=True):
+        known = each.prompt_token_ids + answer.tokens[:-1]
+        logits = model.logits_with_images(known, each.encoder_inputs)
+        logits = logits[len(each.prompt_token_ids) - 1 :]
+        chosen = logits.gather(1, torch.tensor(answer.tokens).unsqueeze(1)).squeeze(1)
+        short.append((logits.amax(1) - chosen) / logits.std(1))
+    # Of transformers' logits in full precision; a random token is 2.5 deviations below the best.
+    assert torch.cat(short).mean() < most
 
 
 @pytest.mark.parametrize(
@@ -257,6 +294,18 @@ def test_a_gemma_that_sees_nothing_reads(
     executor = InProcessExecutor(config)
     assert executor.info.vision is None
     assert "no images are taken with --long-prefill-token-threshold 8" in caplog.text
+    executor.shutdown()
+
+
+def test_a_mistral_without_transformers_reads(
+    checkpoint: SaveModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    model = ModelConfig(model=str(checkpoint("mistral3").directory), max_model_len=64)
+    cache = CacheConfig(num_kv_blocks=30, block_size=8)
+    executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
+    assert executor.info.vision is None
+    assert "no images are taken with a vision encoder of transformers" in caplog.text
     executor.shutdown()
 
 

@@ -111,7 +111,7 @@ def test_requests_of_every_kind_are_answered_alike_while_some_are_preempted(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision", "mistral3"])
 def test_an_image_whose_blocks_travel_is_encoded_once(
     name: str, shards: int, checkpoint: SaveModel, start: Start
 ) -> None:

@@ -56,7 +56,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(
     ("name", "side", "count"),
-    [("smolvlm", 32, 4), ("qwen2.5-vl", 16, 4), ("gemma3-vision", 32, 16)],
+    [("smolvlm", 32, 4), ("qwen2.5-vl", 16, 4), ("gemma3-vision", 32, 16), ("llava", 32, 16)],
 )
 def test_prompts_with_images_are_computed_with_their_adapters(
     name: str, side: int, count: int, checkpoint: Any, trained: Any, driver: Any, prompt: Any
@@ -82,6 +82,7 @@ def test_prompts_with_images_are_computed_with_their_adapters(
         ("smolvlm", "vision_model", "q_proj"),
         ("qwen2.5-vl", "visual", "qkv"),
         ("gemma3-vision", "vision_tower", "q_proj"),
+        ("mistral3", "vision_tower", "q_proj"),
     ],
 )
 def test_adapters_of_vision_encoders_are_refused(

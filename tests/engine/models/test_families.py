@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.families import llava
 from engine.models.families.registry import FAMILIES
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError
@@ -55,7 +56,10 @@ def test_every_family_describes_weights_of_its_own_spec() -> None:
     moe |= {**LATENT, "n_group": 2, "topk_group": 1}
     grid = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
     for architecture, family in FAMILIES.items():
-        described = spec(architecture, **moe, **(grid if "VL" in architecture else {}))
+        own: dict[str, Any] = grid if "VL" in architecture else {}
+        if family is llava.FAMILY:
+            own = {"model_type": "qwen2"}
+        described = spec(architecture, **moe, **own)
         assert described.architecture == architecture
         weights = family.weights(described)
         assert weights["model.embed_tokens.weight"].shape == (100, 64)

@@ -1,6 +1,8 @@
 """Vision encoders agree with transformers, and configs of vision models are read."""
 
 import json
+import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.settings import open_checkpoint
-from engine.models.spec import QwenVisionSpec, SiglipSpec, UnsupportedModel
+from engine.models.spec import QwenVisionSpec, SiglipSpec, TowerSpec, UnsupportedModel
 from engine.models.vision.loading import VisionEncoder, has_vision, load_vision
 from engine.models.vision.pixels import Normalization, read_normalization
 from engine.shared.config import ModelConfig
@@ -60,6 +62,14 @@ def given(**changes: Any) -> dict[str, Any]:
         ("qwen2.5-vl", (8, 8)),
         ("qwen2.5-vl", (8, 120)),
         ("gemma3-vision", (32, 32)),
+        ("mistral3", (32, 32)),
+        ("mistral3", (16, 24)),
+        ("mistral3", (8, 8)),
+        ("llava", (32, 32)),
+        ("llava-siglip", (32, 32)),
+        ("llava-pixtral", (24, 32)),
+        ("llava-pixtral", (8, 8)),
+        ("internvl", (32, 32)),
     ],
 )
 def test_embeddings_of_images_agree(
@@ -70,9 +80,11 @@ def test_embeddings_of_images_agree(
     image = encoder_input(1, 0, num_tokens=0, side=height, width=width)
     embeddings = encoder.encode(image.pixels, height, width)
     with torch.inference_mode():
-        features = model.reference.model.get_image_features(**shown_to(model.reference, [image]))
-    expected = features.pooler_output[0]
-    assert len(embeddings) == encoder.spec.num_tokens(height, width)
+        # Twice, because transformers cannot encode a single token of Mistral 3.
+        given = shown_to(model.reference, [image, image])
+        features = model.reference.model.get_image_features(**given)
+    expected = features.pooler_output[0][: len(embeddings)]
+    assert len(embeddings) == prod(encoder.spec.grid(height, width))
     assert (embeddings - expected).abs().max() < 1e-3
 
 
@@ -219,6 +231,101 @@ def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) ->
         parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})
 
 
+LLAVA_7B: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100,
+    "image_token_index": 32000, "model_type": "llava", "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096,
+        "model_type": "llama", "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+        "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
+        "patch_size": 14, "projection_dim": 768, "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+}  # fmt: skip
+MISTRAL_24B: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10,
+    "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
+        "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0, "sliding_window": None, "vocab_size": 131072,
+    },
+    "vision_config": {
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+        "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
+        "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}  # fmt: skip
+INTERNVL_1B: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"], "downsample_ratio": 0.5,
+    "image_seq_length": 256, "image_token_id": 151667, "model_type": "internvl",
+    "text_config": {
+        "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 21,
+        "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+        "num_key_value_heads": 2, "tie_word_embeddings": False, "vocab_size": 151674,
+    },
+    "vision_config": {
+        "image_size": [448, 448], "model_type": "internvl_vision", "patch_size": [14, 14],
+    },
+    "vision_feature_select_strategy": "default",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "token_id", "size", "tokens"),
+    [
+        (LLAVA_7B, 32000, (336, 336), 576),
+        (MISTRAL_24B, 10, (756, 1008), 27 * 36 + 26),
+        (INTERNVL_1B, 151667, (448, 448), 256),
+    ],
+    ids=["LLaVA", "Mistral", "InternVL"],
+)
+def test_models_with_towers_of_transformers_are_read_as_they_are_published(
+    config: dict[str, Any],
+    token_id: int,
+    size: tuple[int, int],
+    tokens: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    vision = parse_spec(config, {}).vision
+    assert not caplog.records
+    assert isinstance(vision, TowerSpec)
+    assert (vision.token_id, vision.num_tokens(*size)) == (token_id, tokens)
+    height, width = size
+    others = [(height + 7, width), (height, width + 7), (0, 0), (height * 9, width * 9)]
+    assert [vision.num_tokens(*each) for each in others] == [0] * 4
+    assert vision.max_tokens >= tokens
+
+
+def test_llavas_that_are_not_served_read_text_or_are_refused_by_name() -> None:
+    assert parse_spec({**LLAVA_7B, "vision_feature_select_strategy": "full"}, {}).vision is None
+    with pytest.raises(UnsupportedModel, match="text_config of model_type 'phi3' is not supported"):
+        parse_spec({**LLAVA_7B, "text_config": {"model_type": "phi3"}}, {})
+
+
+def test_towers_whose_weights_do_not_fit_are_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
+    saved = checkpoint("mistral3").directory
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(saved / "model.safetensors")
+    name = "vision_tower.ln_pre.weight"
+    for changed in (
+        {key: each for key, each in tensors.items() if key != name},
+        {**tensors, name: tensors[name][:-1].clone()},
+        {**tensors, f"{name}_scale": tensors[name].clone()},
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"ln_pre\.weight.*--language-model-only"):
+            encoder_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "names"),
     [
@@ -298,8 +405,11 @@ def test_weights_that_do_not_fit_are_refused(checkpoint: SaveModel) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("smolvlm", 4), ("qwen2-vl", 16), ("qwen2.5-vl", 16), ("gemma3-vision", 16)],
-)
+    [
+        ("smolvlm", 4), ("qwen2-vl", 16), ("qwen2.5-vl", 16), ("gemma3-vision", 16),
+        ("mistral3", 16), ("llava", 16), ("internvl", 16),
+    ],
+)  # fmt: skip
 def test_random_weights_need_no_files(name: str, count: int, checkpoint: SaveModel) -> None:
     directory = checkpoint(name).directory
     image = encoder_input(1, 0, num_tokens=count)

@@ -16,8 +16,14 @@ from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.images import encoder_input
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
-TOKENS = {"smolvlm": 4, "idefics3": 16, "qwen2-vl": 16, "qwen2.5-vl": 16, "gemma3-vision": 16}
-NAMES = ["smolvlm", "idefics3", "qwen2-vl", "qwen2.5-vl"]
+TOKENS = {
+    "smolvlm": 4, "idefics3": 16, "qwen2-vl": 16, "qwen2.5-vl": 16, "gemma3-vision": 16,
+    "mistral3": 19, "llava": 16, "llava-siglip": 16, "llava-pixtral": 19, "internvl": 16,
+}  # fmt: skip
+"""Of an image of 32 x 32 pixels, including those of text between its rows."""
+NAMES = [name for name in TOKENS if name != "gemma3-vision"]
+_BREAK = 252
+"""Text between the rows of an image."""
 
 
 def text(prompt: MakePrompt, length: int) -> list[int]:
@@ -25,7 +31,9 @@ def text(prompt: MakePrompt, length: int) -> list[int]:
 
 
 def shown(count: int) -> list[int]:
-    return [IMAGE_TOKEN] * count
+    """Return the tokens of an image, in rows if it has 19."""
+    row = [IMAGE_TOKEN] * 4
+    return [*row, _BREAK, *row, _BREAK, *row, _BREAK, *row] if count == 19 else row * (count // 4)
 
 
 def logits_in_steps(
@@ -69,7 +77,7 @@ def test_logits_of_a_prompt_with_images_agree(
     assert (logits[13:] - without[13:]).abs().max() > 0.1, "images make a difference"
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision", "mistral3"])
 def test_batches_mix_sequences_with_images_and_without(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
@@ -104,8 +112,8 @@ def test_tokens_of_images_of_any_shape_have_rows_and_columns(
     wide = encoder_input(1, 5, num_tokens=15, side=24, width=40)
     high = encoder_input(2, 22, num_tokens=12, side=48, width=16)
     narrow = encoder_input(3, 38, num_tokens=15, side=8, width=120)
-    tokens = text(prompt, 5) + shown(15) + text(prompt, 2) + shown(12) + text(prompt, 4)
-    tokens += shown(15) + text(prompt, 9)
+    tokens = text(prompt, 5) + [IMAGE_TOKEN] * 15 + text(prompt, 2) + [IMAGE_TOKEN] * 12
+    tokens += text(prompt, 4) + [IMAGE_TOKEN] * 15 + text(prompt, 9)
     images = [wide, high, narrow]
     expected = model.logits_with_images(tokens, images)
     logits = logits_in_steps(driver(model.directory), tokens, images, chunks, cached)
@@ -193,6 +201,26 @@ def test_a_text_model_in_few_bits_is_shown_images(
     expected = model.logits_with_images(tokens, images)
     errors = (torch.cat(rows) - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.median() < 0.1
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_text_model_in_4_bits_is_as_exact_with_images_as_with_text(
+    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
+) -> None:
+    model, count = checkpoint(name), TOKENS[name]
+    plain = text(prompt, 33 + count)
+    tokens = plain[:13] + shown(count) + plain[:20]
+    images = [encoder_input(1, 13, num_tokens=count)]
+    engine = driver(model.directory, quantization="int4", dtype="bfloat16")
+    engine.start(0, tokens, images=images)
+    engine.start(1, plain)
+    errors = []
+    for found, expected in (
+        (engine.logits({0: len(tokens)}), model.logits_with_images(tokens, images)),
+        (engine.logits({1: len(plain)}), model.logits(plain)),
+    ):
+        errors.append(((found - expected).norm(dim=1) / expected.norm(dim=1)).median())
+    assert errors[0] < 1.25 * errors[1]
 
 
 @pytest.mark.parametrize("name", TOKENS)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.models.spec import SiglipSpec
-from engine.shared.messages import EncoderInput
+from engine.models.spec import SiglipSpec, TowerSpec
+from engine.scheduler.refusal import bad_images
+from engine.shared.messages import AddRequest, EncoderInput, SamplingParams
 
 MakeRig = Callable[..., Any]
 VISION = SiglipSpec(
@@ -396,3 +397,21 @@ def test_random_traffic_comes_out_right(seed: int, depth: int, make_rig: MakeRig
     done = [id for id in rig.requests if id in rig.last]
     rig.assert_complete(*done)
     rig.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [
+        ([9, 9, 1, 9, 9], None),
+        ([9, 9, 1, 9, 1], "1 of its tokens do not stand for an image"),
+        ([9, 9, 9, 9, 9], "-1 of its tokens do not stand for an image"),
+    ],
+)
+def test_rows_of_an_image_have_a_token_of_text_between_them(
+    shown: list[int], reason: str | None
+) -> None:
+    vision = TowerSpec(token_id=9, image_size=8, patch_size=2, scale_factor=1, is_square=False)
+    message = AddRequest(1, "", 0, 0, [1, *shown, 1], SamplingParams(max_tokens=1, seed=0))
+    image = EncoderInput(1, 5, bytes(16), 4, 4, bytes(48))
+    found = bad_images(replace(message, encoder_inputs=[image]), vision)
+    assert found == (None if reason is None else f"encoder_inputs[0]: {reason}")

@@ -9,12 +9,16 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from server.media.processors import BadProcessor, ImageProcessor, image_processor
 from tests.server.media.pictures import picture
@@ -136,16 +140,102 @@ def test_the_prompt_is_that_of_gemma3(tmp_path: Path, backend: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_and_columns_are_those_of_mistral3(tmp_path: Path, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "side"), [("mistral3", 8), ("llava", 4)])
+def test_rows_and_columns_are_those_of_pixtral(
+    tmp_path: Path, kind: str, side: int, shape: tuple[int, int]
+) -> None:
     settings: dict[str, Any] = {"size": {"longest_edge": 96}}
-    network = {"vision_config": {"patch_size": 4}, "spatial_merge_size": 2}
-    own = processor(tmp_path, "mistral3", settings, **network)
-    theirs = PixtralImageProcessorPil(**settings, patch_size={"height": 8, "width": 8})
-    [(height, width)] = theirs(picture(*shape))["image_sizes"]
+    vision = {"model_type": "pixtral", "patch_size": 4}
+    own = processor(tmp_path, kind, settings, vision_config=vision, spatial_merge_size=2)
+    theirs: Any = PixtralImageProcessorPil(**settings, patch_size={"height": side, "width": side})
+    image = picture(*shape)
+    output = theirs(image)
+    [(height, width)] = output["image_sizes"]
     plan = own.plan(*shape)
-    row = "[IMG]" * (width // 8)
-    assert plan.text == f"{row}[IMG_BREAK]" * (height // 8 - 1) + f"{row}[IMG_END]"
-    assert [size.num_tokens for size in plan.sizes] == [width // 8] * (height // 8)
+    row = "[IMG]" * (width // side)
+    assert plan.text == f"{row}[IMG_BREAK]" * (height // side - 1) + f"{row}[IMG_END]"
+    assert plan.runs == (width // side,) * (height // side)
+    (array,) = prepared(own, image)
+    np.testing.assert_allclose(
+        normalized(array, theirs), np.asarray(output["pixel_values"])[0], atol=1e-3
+    )
+
+
+def test_a_line_of_pixels_is_a_token_of_mistral3(tmp_path: Path) -> None:
+    # transformers' processor makes it an image without rows.
+    vision = {"model_type": "pixtral", "patch_size": 4}
+    own = processor(tmp_path, "mistral3", {"size": {"longest_edge": 96}}, vision_config=vision)
+    assert own.plan(1, 200).runs == (12,)
+    assert prepared(own, picture(1, 200))[0].shape == (8, 96, 3)
+
+
+CUT = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("vision", "strategy", "processor_class", "settings"),
+    [
+        ("clip_vision_model", "default", CLIPImageProcessorPil, CUT),
+        ("clip_vision_model", "default", LlavaImageProcessorPil, CUT),
+        ("siglip_vision_model", "full", SiglipImageProcessorPil, {"size": CUT["crop_size"]}),
+    ],
+    ids=["CLIP", "LLaVA", "SigLIP"],
+)
+def test_squares_are_those_of_llava(
+    tmp_path: Path,
+    shape: tuple[int, int],
+    vision: str,
+    strategy: str,
+    processor_class: Any,
+    settings: dict[str, Any],
+) -> None:
+    theirs = processor_class(**settings)
+    own = processor(
+        tmp_path,
+        "llava",
+        settings,
+        vision_config={"image_size": 32, "patch_size": 8, "model_type": vision},
+        vision_feature_select_strategy=strategy,
+    )
+    image = picture(*shape)
+    assert own.plan(*shape).text == "<image>" * 16
+    expected = np.asarray(theirs(image)["pixel_values"])[0]
+    np.testing.assert_allclose(normalized(prepared(own, image)[0], theirs), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (448, 448)], ids=str)
+def test_tiles_are_those_of_internvl(tmp_path: Path, shape: tuple[int, int]) -> None:
+    settings: dict[str, Any] = {"size": {"height": 32, "width": 32}, "max_patches": 6}
+    own = processor(tmp_path, "internvl", settings, image_seq_length=4)
+    theirs: Any = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
+    image = picture(*shape)
+    output = theirs(image)
+    arrays = prepared(own, image)
+    assert len(arrays) == output["num_patches"][0]
+    found = np.stack([normalized(array, theirs) for array in arrays])
+    np.testing.assert_allclose(found, np.stack(output["pixel_values"]), atol=1e-3)
+    assert own.plan(*shape).text == f"<img>{'<IMG_CONTEXT>' * 4 * len(arrays)}</img>"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vision_config": {"model_type": "clip_vision_model"}, "settings": {"size": {"height": 9}}},
+        {"vision_feature_select_strategy": "full"},
+        {"vision_config": {"model_type": "vit"}},
+        {"settings": {**CUT, "do_center_crop": False}},
+        {"settings": {**CUT, "do_pad": True}},
+        {"settings": {**CUT, "size": {"shortest_edge": 16}}},
+    ],
+    ids=str,
+)
+def test_llavas_that_are_not_known_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    settings = config.pop("settings", CUT)
+    with pytest.raises(BadProcessor):
+        processor(tmp_path, "llava", settings, **config)
 
 
 def test_settings_may_stand_in_one_file_for_all_processors(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from swell import AsyncLLM
@@ -20,6 +23,9 @@ from tests.engine.tiny_models import IMAGE_TOKEN
 from tests.server.media.pictures import data_url, encoded, picture
 from tests.server.media.vision_models import (
     GEMMA3,
+    INTERNVL,
+    LLAVA,
+    MISTRAL3,
     NUM_TOKENS,
     QWEN,
     QWEN_IMAGE,
@@ -71,6 +77,39 @@ def gemma3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
     }
 
 
+def mistral3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of Mistral 3's, whose rows end with text."""
+    theirs: Any = PixtralImageProcessorPil(**MISTRAL3, patch_size={"height": 8, "width": 8})
+    taken = theirs(shown, return_tensors="pt")
+    images = [
+        "[IMG_BREAK]".join(["[IMG]" * (width // 8)] * (height // 8)) + "[IMG_END]"
+        for height, width in taken["image_sizes"].tolist()
+    ]
+    return {**taken, "input_ids": asked("".join(images), "[IMG]")}
+
+
+def llava_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of LLaVA's."""
+    taken = CLIPImageProcessorPil(**LLAVA)(shown, return_tensors="pt")
+    return {**taken, "input_ids": asked("<image>" * 16 * len(shown), "<image>")}
+
+
+def internvl_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """Return the same of InternVL's, which has tiles."""
+    theirs: Any = GotOcr2ImageProcessorPil(**INTERNVL, crop_to_patches=True)
+    taken = theirs(shown, return_tensors="pt")
+    images = [f"<img>{'<IMG_CONTEXT>' * 16 * count}</img>" for count in taken["num_patches"]]
+    return {
+        "pixel_values": taken["pixel_values"],
+        "input_ids": asked("".join(images), "<IMG_CONTEXT>"),
+    }
+
+
+def asked(images: str, token: str) -> torch.Tensor:
+    text = f"User:{images}{QUESTION}<end_of_utterance>\nAssistant:"
+    return torch.tensor([small_tokenizer(token).encode(text).ids])
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "shape"),
     [
@@ -80,6 +119,10 @@ def gemma3_inputs(_: str, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
         ("qwen2.5-vl", qwen_inputs, (40, 20)),
         ("gemma3-vision", gemma3_inputs, (32, 32)),
         ("gemma3-vision", gemma3_inputs, (40, 20)),
+        ("mistral3", mistral3_inputs, (32, 32)),
+        ("mistral3", mistral3_inputs, (70, 20)),
+        ("llava", llava_inputs, (40, 20)),
+        ("internvl", internvl_inputs, (90, 60)),
     ],
 )
 def test_the_answer_is_that_of_transformers(

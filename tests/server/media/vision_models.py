@@ -21,6 +21,23 @@ GEMMA3: dict[str, Any] = {
     "size": {"height": 32, "width": 32}, "image_seq_length": 16,
     "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
+MISTRAL3: dict[str, Any] = {
+    "size": {"longest_edge": 32},
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+LLAVA: dict[str, Any] = {
+    "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+INTERNVL: dict[str, Any] = {
+    "size": {"height": 32, "width": 32}, "max_patches": 4,
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+_OF_TOWERS = {
+    "mistral3": (MISTRAL3, "[IMG]"),
+    "llava": (LLAVA, "<image>"),
+    "internvl": (INTERNVL, "<IMG_CONTEXT>"),
+}
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """The template's text for an image."""
 
@@ -30,6 +47,7 @@ def small_tokenizer(image: str = "<image>") -> Tokenizer:
     special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|eos|>"]
     special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     special += ["<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>"]
+    special += ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: IMAGE_TOKEN - len(special)]
     vocabulary = {text: number for number, text in enumerate([*letters, *special, image])}
     assert vocabulary[image] == IMAGE_TOKEN
@@ -47,6 +65,12 @@ def save_vision_model(name: str, directory: Path) -> Checkpoint:
     if name in NUM_TOKENS:
         sizes = json.dumps({"image_seq_len": NUM_TOKENS[name]})
         (directory / "processor_config.json").write_text(sizes)
+    elif name in _OF_TOWERS:
+        settings, image = _OF_TOWERS[name]
+        template, tokenizer = TEMPLATE.replace("<image>", image), small_tokenizer(image)
+        if name == "internvl":  # unless it is in config.json
+            sizes = json.dumps({"image_seq_length": 16})
+            (directory / "processor_config.json").write_text(sizes)
     elif name == "gemma3-vision":
         settings, template = GEMMA3, TEMPLATE.replace("<image>", "<start_of_image>")
         tokenizer = small_tokenizer("<image_soft_token>")
