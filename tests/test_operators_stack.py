@@ -27,4 +27,6 @@ def test_clients_lose_nothing_but_what_is_aborted(scene: Scene, case: str) -> No
     assert seen.lost == []
     assert bool(seen.aborted) == ("abort" in case)
     assert len(scene.versions()) == 1
-    assert seen.versions <= before | scene.versions()
+    # The first engine may serve the new weights until the second one refuses them.
+    tried = {"fails"} if "cannot load" in case else set()
+    assert seen.versions <= before | scene.versions() | tried

@@ -35,10 +35,10 @@ from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
 from engine.core.utilities import carry_out
 from engine.core.wave_clock import WaveClock
-from engine.executor.environment import num_cores, sharers
 from engine.scheduler.refusal import refusal
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.lists import lists_text
+from engine.shared.cpu.machine import cpu_quota
 from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     ASLEEP_TAGS,
@@ -569,13 +569,14 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
         os.sched_setaffinity(0, {cpu for cpus in lists for cpu in cpus})
         return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
     processes, number = parallel.processes_on_node, parallel.number_on_node
-    sharing = sharers(config, max(number + 1, parallel.engines_on_node))
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, num_cores() // sharing)
+    sharing = max(1, number + 1, parallel.engines_on_node) * processes
+    cores, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
+    usable = len(cores) if quota is None else min(len(cores), int(quota))
+    each = max(1, usable // sharing)
     if config.executor.threads is not None:
         each = min(each, max(1, config.executor.threads // processes))
     added_later = number >= max(1, parallel.engines_on_node)
-    if added_later or num_cores() < len(cores) or sharing > len(cores):
+    if added_later or usable < len(cores) or sharing > len(cores):
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
     own = cores[number * processes * each :]
     lists = tuple(tuple(own[at * each : (at + 1) * each]) for at in range(processes))

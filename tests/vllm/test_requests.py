@@ -68,7 +68,7 @@ for cores, lists, layout in (
     (cpus,) = read_lists(cores)
     os.sched_getaffinity = lambda _, cpus=cpus: set(cpus)
     os.sched_setaffinity = lambda *_: None
-    engine.vllm.core.num_cores = lambda cpus=cpus: len(cpus)
+    engine.vllm.core.cpu_quota = lambda: None
     processes, engines, number = layout
     config = EngineConfig().changed(
         executor={"cpu_bind": lists},
