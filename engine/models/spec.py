@@ -249,8 +249,6 @@ class TowerSpec(_ImageSpec, frozen=True, kw_only=True):
     """Maximum side of an image in pixels; of square images the only one."""
     is_square: bool = True
     """Otherwise images have any size in whole tokens, and text between the rows of tokens."""
-    is_told_sizes: bool = False
-    """Whether the class of transformers takes sizes with the pixels."""
 
     @property
     def breaks_rows(self) -> bool:

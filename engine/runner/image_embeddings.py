@@ -127,10 +127,11 @@ class ImageEmbeddings:
         self, image: SlotImage, part: IntArray, kept: Tensor
     ) -> tuple[IntArray, Tensor]:
         """Return the positions of a part that are not between rows, and their embeddings."""
-        rows, columns = np.divmod(part - image.position, self._grid(image)[1] + 1)
-        is_shown = columns < self._grid(image)[1]
-        places = (rows * self._grid(image)[1] + columns)[is_shown]
-        return part[is_shown], kept.index_select(0, to_device(places, kept.device))
+        _, width = self._grid(image)
+        rows, columns = np.divmod(part - image.position, width + 1)
+        is_shown = columns < width
+        indices = (rows * width + columns)[is_shown]
+        return part[is_shown], kept.index_select(0, to_device(indices, kept.device))
 
     def _whole(
         self,

@@ -96,11 +96,11 @@ class VllmCore:
                 vllm.__version__,
                 ", ".join(f"{each}x" for each in TESTED),
             )
-        for variable, value in _thread_settings(config).items():
-            os.environ.setdefault(variable, value)
         known = frozenset(field.name for field in dataclasses.fields(EngineArgs))
         arguments = engine_arguments(config, known)
         if current_platform.is_cpu():
+            for variable, value in _thread_settings(config).items():
+                os.environ.setdefault(variable, value)
             _compute_whole_prompts(arguments)
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
@@ -559,9 +559,9 @@ def _compute_whole_prompts(arguments: dict[str, Any]) -> None:
 def _thread_settings(config: EngineConfig) -> dict[str, str]:
     """Return the environment that divides a node's cores among the processes of its engines.
 
-    Bound threads generate up to twice as many tokens/s. They stay unbound where a core would be
-    bound twice, and where a CPU quota is below the number of cores. With `--cpu-bind` each process
-    gets its list.
+    One engine generates about 1.8 times as many tokens/s with bound threads. Those of engines that
+    scaling adds stay unbound, as do all with fewer cores than processes or a CPU quota below the
+    number of cores. With `--cpu-bind` each process gets its list.
     """
     lists, parallel = config.executor.bound_to, config.parallel
     if lists:
@@ -569,14 +569,14 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
         os.sched_setaffinity(0, {cpu for cpus in lists for cpu in cpus})
         return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
     processes, number = parallel.processes_on_node, parallel.number_on_node
-    sharing = max(1, number + 1, parallel.engines_on_node) * processes
+    planned = max(1, parallel.engines_on_node)
+    sharing = max(planned, number + 1) * processes
     cores, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
     usable = len(cores) if quota is None else min(len(cores), int(quota))
     each = max(1, usable // sharing)
     if config.executor.threads is not None:
         each = min(each, max(1, config.executor.threads // processes))
-    added_later = number >= max(1, parallel.engines_on_node)
-    if added_later or usable < len(cores) or sharing > len(cores):
+    if number >= planned or usable < len(cores) or sharing > len(cores):
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
     own = cores[number * processes * each :]
     lists = tuple(tuple(own[at * each : (at + 1) * each]) for at in range(processes))

@@ -26,9 +26,9 @@ from engine.models.formats.files import (
     CheckpointError,
     TensorFiles,
     some,
-    weight_files,
     weights_fingerprint,
 )
+from engine.models.formats.pretrained import read_pretrained
 from engine.models.hf_config import read_config, read_generation
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, NormSpec
@@ -144,27 +144,10 @@ def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig)
     Raises:
         CheckpointError: files or tensors are missing, or have wrong shapes.
     """
-    dtype: Any = "auto" if settings.dtype == "auto" else _DTYPES[settings.dtype]
-    if settings.load_format == "dummy":
-        if dtype == "auto":
-            dtype = getattr(config, "dtype", None) or torch.float32
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            return model_class._from_config(config, attn_implementation=INTERFACE, dtype=dtype)
-    weight_files(directory)
-    try:
-        model, found = model_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=INTERFACE,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of many types, from several libraries
-        raise CheckpointError(f"transformers does not load {directory}: {error}") from error
+    dtype = None if settings.dtype == "auto" else _DTYPES[settings.dtype]
+    model, found = read_pretrained(
+        directory, model_class, config, settings, dtype, attn_implementation=INTERFACE
+    )
     problems = [
         f"{kind} {name}"
         for kind in ("missing", "mismatched")

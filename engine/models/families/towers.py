@@ -30,21 +30,16 @@ def read_tower(config: Config) -> TowerSpec | None:
             scale_factor=2 if merged is None else merged,
             image_size=_side(own, "image_size", 1540 if is_mistral else 1024),
             is_square=False,
-            is_told_sizes=True,
         )
     strategy = config.get("vision_feature_select_strategy") or "default"
-    if is_internvl:
-        return (
-            None
-            if strategy != "default"
-            else TowerSpec(
-                token_id=token_id,
-                patch_size=_side(own, "patch_size", 14),
-                scale_factor=round(1 / (config.get("downsample_ratio") or 0.5)),
-                image_size=_side(own, "image_size", 448),
-            )
+    if is_internvl and strategy == "default":
+        return TowerSpec(
+            token_id=token_id,
+            patch_size=_side(own, "patch_size", 14),
+            scale_factor=round(1 / (config.get("downsample_ratio") or 0.5)),
+            image_size=_side(own, "image_size", 448),
         )
-    if is_mistral or strategy != _STRATEGIES.get(kind):
+    if is_internvl or is_mistral or strategy != _STRATEGIES.get(kind):
         return None
     return TowerSpec(
         token_id=token_id,

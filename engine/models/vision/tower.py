@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.models.formats.files import CheckpointError, some
+from engine.models.formats.pretrained import read_pretrained
 from engine.models.module import Module
 from engine.models.spec import TowerSpec, UnsupportedModel
 from engine.models.vision.pixels import CLIP, Normalization, PixelReader, read_normalization
@@ -33,15 +34,15 @@ class TransformersTower(Module, finds_hooks=True):
     def encode(self, pixels: bytes, height: int, width: int) -> Tensor:
         """Return [rows * columns, hidden of the text model] for RGB bytes [height, width, 3]."""
         values = self._pixels.read(pixels, height, width).permute(2, 0, 1).to(self._dtype)
-        copies, told = 1, {}
-        if self.spec.is_told_sizes:
+        copies, sizes = 1, {}
+        if not self.spec.is_square:
             # transformers cannot split the features of a single token.
             copies = 2 if self.spec.grid(height, width) == (1, 1) else 1
-            told = {"image_sizes": [[height, width]] * copies}
-        found = self.model.get_image_features(
-            pixel_values=torch.stack([values] * copies), return_dict=True, **told
+            sizes = {"image_sizes": [[height, width]] * copies}
+        features = self.model.get_image_features(
+            pixel_values=torch.stack([values] * copies), return_dict=True, **sizes
         )
-        embeddings: Tensor = found.pooler_output[0]
+        embeddings: Tensor = features.pooler_output[0]
         return embeddings
 
 
@@ -72,12 +73,7 @@ def load_tower(
         raise UnsupportedModel(f"transformers cannot read {directory}: {error}") from error
     default = Normalization() if config.vision_config.model_type == "siglip_vision_model" else CLIP
     _leave_out_text(config)
-    if settings.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            model = model_class._from_config(config, dtype=dtype)
-    else:
-        model = _read(directory, model_class, config, dtype)
+    model = _read(directory, model_class, config, settings, dtype)
     model = model.model.to(device).eval()
     model.language_model = None
     normalization = read_normalization(directory, default)
@@ -95,25 +91,17 @@ def _leave_out_text(config: Any) -> None:
         del config.quantization_config  # of the text model
 
 
-def _read(directory: Path, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def _read(
+    directory: Path, model_class: Any, config: Any, settings: ModelConfig, dtype: torch.dtype
+) -> Any:
     """Return the model with the weights that it still has, on the CPU.
 
     Raises:
         CheckpointError: tensors of the encoder are missing, unexpected, or have wrong shapes.
     """
-    try:
-        model, found = model_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except Exception as error:  # of many types, from several libraries
-        raise CheckpointError(f"transformers does not load {directory}: {error}") from error
+    model, found = read_pretrained(
+        directory, model_class, config, settings, dtype, ignore_mismatched_sizes=True
+    )
     problems = [
         f"{kind} {name}"
         for kind in ("missing", "mismatched", "unexpected")
