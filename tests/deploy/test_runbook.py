@@ -22,7 +22,7 @@ RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 PAGES = ("deploy.md", "deploy-reference.md", "runbook.md")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)|^    (.+)$", re.MULTILINE)
-OTHERS = ("kubectl", "helm", "curl", "docker", "python", "logs", "up", "set", "from")
+OTHERS = ("kubectl", "helm", "curl", "cosign", "docker", "python", "logs", "up", "set", "from")
 """Programs and subcommands whose flags are not Swell's."""
 
 
