@@ -43,7 +43,7 @@ from engine.shared.messages import (
     ClusterView,
     EngineEntry,
     EngineStats,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvSource,
     RequestOutput,
     RouteHello,
@@ -289,7 +289,7 @@ class FrontEnd:
         if route is not None:
             self._loads.observe(route, stats, now)
 
-    def questions(self, now: float) -> list[tuple[int, KvBlocksWanted]]:
+    def questions(self, now: float) -> list[tuple[int, KvBlocksQuery]]:
         """Return the requests for block changes to send, with the engines' ranks."""
         if self.blocks is None:
             return []
@@ -358,7 +358,7 @@ class _Engine:
         )
         for index in range(front_ends):
             self.core.front_end_joined(index, index + 1)
-        self.inbox: list[AddRequest | KvBlocksWanted | PrerequisitesSettled] = []
+        self.inbox: list[AddRequest | KvBlocksQuery | PrerequisitesSettled] = []
         self.stepping = False
         self.stats: EngineStats | None = None
 
@@ -514,7 +514,7 @@ class Simulation:
         self._after(HOP, partial(self._receive, send.rank, send.message))
 
     def _receive(
-        self, rank: int, message: AddRequest | KvBlocksWanted | PrerequisitesSettled, now: float
+        self, rank: int, message: AddRequest | KvBlocksQuery | PrerequisitesSettled, now: float
     ) -> None:
         engine = self._engines[rank]
         engine.inbox.append(message)

@@ -22,11 +22,11 @@ from coordinator.events import (
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.shared.messages import (
+    AdapterRequest,
     AdaptersInUse,
-    AdapterWish,
     ClusterView,
     Draining,
-    FleetWish,
+    FleetRequest,
     Goodbye,
     Heartbeat,
     Hello,
@@ -104,7 +104,7 @@ class EngineGroups:
             case FromMember(_, (Ready() | Heartbeat() | Draining()) as message):
                 knowing = (name for name, each in self._groups.items() if each.knows(message))
                 return self._one(next(knowing, ""), event, now)
-            case WakeUp() | AdapterWish() | AdaptersInUse() | FleetWish() | TenantsInUse():
+            case WakeUp() | AdapterRequest() | AdaptersInUse() | FleetRequest() | TenantsInUse():
                 return self._one(event.group, event, now) if event.group in self._groups else []
             case _:
                 actions = self._all(event, now)

@@ -36,20 +36,20 @@ from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, IndependentWave, LockstepWave
 from engine.shared.messages import (
     AbsenceReason,
-    AdapterSheet,
+    AdapterRequest,
     AdaptersInUse,
-    AdapterWish,
+    AdapterTable,
+    ApplyAdapterTable,
+    ApplyFleetOrder,
     ClusterView,
     Draining,
     EngineStats,
-    FleetWish,
-    FollowFleet,
+    FleetRequest,
     FrontEnds,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
     Hello,
-    HoldAdapters,
     MemberKind,
     MemberMessage,
     NodeReport,
@@ -115,7 +115,7 @@ class CoordinatorState:
         self._say_missing_at = float("-inf")
         self._adapters = AdapterRegistry()
         self._tenants = TenantUsage()
-        self._ordered_sheet: AdapterSheet | None = None
+        self._ordered_table: AdapterTable | None = None
         self._fleet = FleetOrders()
 
     def expect(self, number: int | None) -> None:
@@ -140,10 +140,10 @@ class CoordinatorState:
                 self._reported(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
-            case AdapterWish():
-                self._adapters.wished(event)
-            case FleetWish():
-                actions += self._order_fleet(self._fleet.wished(event))
+            case AdapterRequest():
+                self._adapters.handle_request(event)
+            case FleetRequest():
+                actions += self._order_fleet(self._fleet.handle_request(event))
             case AdaptersInUse(front_end, incarnation):
                 self._adapters.front_end_has((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
@@ -179,7 +179,7 @@ class CoordinatorState:
     ) -> list[Action]:
         match message:
             case NodeReport():
-                if message.wish is not None and message.wish.size is not None:
+                if message.request is not None and message.request.size is not None:
                     self._expected.planned = None  # an operator has chosen another number
                 return self._placement.report(sender, message, now)
             case Hello():
@@ -215,8 +215,8 @@ class CoordinatorState:
             return [Reply(sender, index)]
         actions = [] if held.get(index) == hello.incarnation else self._join(hello, index, now)
         self._publication.urgent = True
-        self._adapters.brought(hello.adapters)
-        actions += self._order_fleet(self._fleet.brought(hello.fleet))
+        self._adapters.adopt_newer(hello.adapters)
+        actions += self._order_fleet(self._fleet.adopt_newer(hello.fleet))
         return [*actions, Reply(sender, self._welcome(hello, index))]
 
     def _beyond_plan(self, hello: Hello) -> Refused | None:
@@ -259,7 +259,7 @@ class CoordinatorState:
             front_ends=self._members.front_end_entries() if is_engine else [],
             protocol=hello.protocol,
             version=SWELL_VERSION,
-            adapters=self._adapters.sheet if is_engine else None,
+            adapters=self._adapters.table if is_engine else None,
             fleet=self._fleet.order if is_engine else None,
         )
 
@@ -346,16 +346,16 @@ class CoordinatorState:
     def _order_adapters(self) -> list[Action]:
         ready, front_ends = self._members.ready_engines, self._members.all_front_ends
         self._publication.urgent |= self._adapters.advance(ready, front_ends)
-        sheet = self._adapters.sheet
-        if sheet is None or sheet is self._ordered_sheet:
+        table = self._adapters.table
+        if table is None or table is self._ordered_table:
             return []
-        self._ordered_sheet = sheet
+        self._ordered_table = table
         self._publication.urgent = True
-        return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
+        return [PublishOrder(ApplyAdapterTable(self._parameters.epoch, table))]
 
     def _order_fleet(self, is_new: bool) -> list[Action]:
         self._publication.urgent |= is_new
-        order = FollowFleet(self._parameters.epoch, self._fleet.order)
+        order = ApplyFleetOrder(self._parameters.epoch, self._fleet.order)
         return [PublishOrder(order)] if is_new else []
 
     # -- lockstep groups ---------------------------------------------------------------------------
@@ -401,10 +401,12 @@ class CoordinatorState:
     def _standing_orders(self) -> list[Action]:
         """Return the current orders, which a new or unlucky subscriber may have missed."""
         orders: list[Action] = [PublishOrder(self._front_ends_order())]
-        if self._adapters.sheet is not None:
-            orders.append(PublishOrder(HoldAdapters(self._parameters.epoch, self._adapters.sheet)))
+        if self._adapters.table is not None:
+            orders.append(
+                PublishOrder(ApplyAdapterTable(self._parameters.epoch, self._adapters.table))
+            )
         if self._fleet.order.revision:
-            orders.append(PublishOrder(FollowFleet(self._parameters.epoch, self._fleet.order)))
+            orders.append(PublishOrder(ApplyFleetOrder(self._parameters.epoch, self._fleet.order)))
         return orders
 
     def _publish_if_due(self, now: float) -> list[Action]:

@@ -29,16 +29,16 @@ from engine.shared.config import EngineConfig
 from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     AbortRequests,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
+    ApplyAdapterTable,
     EngineSetup,
     EngineStats,
     ExpertLoad,
     FleetOrder,
-    HeldAdapter,
-    HoldAdapters,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvRole,
     RequestOutput,
     StartDpWave,
@@ -64,7 +64,7 @@ class EngineCore:
         kv_events: KvEventLog | None = None,
         clock: WaveClock | None = None,
         now: Callable[[], float] = time.monotonic,
-        on_adapters: Callable[[AdapterSheet, list[HeldAdapter]], None] = lambda *_: None,
+        on_adapters: Callable[[AdapterTable, list[AdapterLoadResult]], None] = lambda *_: None,
         on_setup: Callable[[EngineSetup], None] = lambda _: None,
         weight_version: str = "",
         kv_role: KvRole = "",
@@ -236,7 +236,7 @@ class EngineCore:
                 pass
             case UtilityCall() | FleetOrder():
                 self._front_ends.results += carry_out(self.operations, event, self._rank)
-            case KvBlocksWanted(front_end, after):
+            case KvBlocksQuery(front_end, after):
                 self._front_ends.want_blocks(front_end, after)
                 self._tell_blocks()
             case FrontEndJoined(index, incarnation):
@@ -245,8 +245,8 @@ class EngineCore:
                 self.front_end_left(index)
             case PrerequisitesSettled():
                 self._front_ends.collect(self._scheduler.queue_compiled())
-            case HoldAdapters():
-                self.adapters.take(event.sheet)
+            case ApplyAdapterTable():
+                self.adapters.take(event.table)
             case AdaptersSettled():
                 self.adapters.settled()
             case StartDpWave():

@@ -416,7 +416,7 @@ class EngineProcess:
             tiers=self._tiers,
             kv_events=self._kv_events,
             clock=clock,
-            on_adapters=lambda sheet, held: self._receiver.tell(HaveAdapters(sheet, held)),
+            on_adapters=lambda table, held: self._receiver.tell(HaveAdapters(table, held)),
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
             kv_role=self._kv_role,
@@ -519,13 +519,13 @@ class EngineProcess:
         Raises:
             CannotStart: an adapter from the settings cannot be served.
         """
-        # The sheet may have changed while the model was loaded.
-        sheet = self._reception.sheet or configured_adapters(self._config.lora)
-        if sheet is None:
+        # The adapter table may have changed while the model was loaded.
+        adapter_table = self._reception.adapter_table or configured_adapters(self._config.lora)
+        if adapter_table is None:
             return
-        if sheet.entries:
+        if adapter_table.entries:
             self._lifeline.progress("loading adapters")
-        core.adapters.take(sheet)
+        core.adapters.take(adapter_table)
         for entry, error in core.adapters.wait():
             if not entry.confined and not entry.version:  # from the settings, never served
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")

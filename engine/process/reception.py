@@ -12,22 +12,22 @@ from engine.core.events import FrontEndJoined, FrontEndLeft, InboxItem, Rejoined
 from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
     AbortRequests,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
+    ApplyAdapterTable,
+    ApplyFleetOrder,
     CoordinatorReply,
     EngineInput,
     EngineSetup,
     FleetOrder,
-    FollowFleet,
     FormGroup,
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
     GroupStatus,
     HeartbeatAck,
-    HeldAdapter,
-    HoldAdapters,
-    KvBlocksWanted,
+    KvBlocksQuery,
     MemberMessage,
     Refused,
     RouteHello,
@@ -64,10 +64,10 @@ class StandInGroup(NamedTuple):
 
 
 class HaveAdapters(NamedTuple):
-    """The engine has this sheet and these adapters: notify the coordinator."""
+    """The engine has this adapter table and these adapters: notify the coordinator."""
 
-    sheet: AdapterSheet
-    held: list[HeldAdapter]
+    adapter_table: AdapterTable
+    held: list[AdapterLoadResult]
 
 
 class Leave(NamedTuple):
@@ -252,8 +252,8 @@ class Reception:
     def __init__(self, membership: Membership, links: FrontEndLinks) -> None:
         self.deadline = float("-inf")
         """Latest time of the next `Tick` (seconds, monotonic)."""
-        self.sheet: AdapterSheet | None = None
-        """The newest adapter sheet; read from any thread."""
+        self.adapter_table: AdapterTable | None = None
+        """The newest adapter table; read from any thread."""
         self._membership = membership
         self._links = links
         self._followed: Follow | None = None
@@ -272,11 +272,13 @@ class Reception:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event at `now`; return the actions. Unknown events are ignored."""
         match event:
-            case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksWanted():
+            case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksQuery():
                 return [Deliver(event)]
             case Welcome() | Refused() | HeartbeatAck():
                 actions = self._reply(event, now)
-            case StartDpWave() | FormGroup() | FrontEnds() | HoldAdapters() | FollowFleet():
+            case (
+                StartDpWave() | FormGroup() | FrontEnds() | ApplyAdapterTable() | ApplyFleetOrder()
+            ):
                 if event.group != self._membership.group:
                     return []  # published for all engine groups
                 actions = self._ordered(event, now)
@@ -294,8 +296,8 @@ class Reception:
             case StandInGroup(status):
                 self._membership.set_group_status(status)
                 actions = []
-            case HaveAdapters(sheet, held):
-                self._membership.adapters = sheet
+            case HaveAdapters(table, held):
+                self._membership.adapters = table
                 self._membership.set_adapters(held)
                 actions = []
             case Leave():
@@ -315,12 +317,12 @@ class Reception:
                 return [Supersede(order.topology), Deliver(order)]
             case FrontEnds(epoch, front_ends):
                 return self._listed(epoch, front_ends, now)
-            case HoldAdapters(epoch, sheet):
+            case ApplyAdapterTable(epoch, table):
                 if epoch != self._membership.epoch:
                     return []
-                self._know(sheet)
+                self._know(table)
                 return [Deliver(order)]
-            case FollowFleet(epoch, fleet):
+            case ApplyFleetOrder(epoch, fleet):
                 return self._follow(fleet) if epoch == self._membership.epoch else []
 
     # -- the coordinator -------------------------------------------------------------------------
@@ -354,7 +356,7 @@ class Reception:
             logger.warning("registered again: the coordinator had forgotten this process")
             actions.append(Deliver(Rejoined(welcome.wave)))
             if welcome.adapters is not None:
-                actions.append(Deliver(HoldAdapters(welcome.epoch, welcome.adapters)))
+                actions.append(Deliver(ApplyAdapterTable(welcome.epoch, welcome.adapters)))
         else:
             logger.info("joined as rank %d", welcome.index)
             actions.append(Deliver(Welcomed(welcome.index, welcome.wave)))
@@ -374,9 +376,10 @@ class Reception:
         self._membership.fleet = order
         return [Deliver(order)]
 
-    def _know(self, sheet: AdapterSheet | None) -> None:
-        if sheet is not None and (self.sheet is None or sheet.revision > self.sheet.revision):
-            self.sheet = sheet
+    def _know(self, table: AdapterTable | None) -> None:
+        known = self.adapter_table
+        if table is not None and (known is None or table.revision > known.revision):
+            self.adapter_table = table
 
     def _listed(self, epoch: int, entries: list[FrontEndEntry], now: float) -> list[Action]:
         if epoch != self._membership.epoch:

@@ -20,10 +20,10 @@ import msgspec
 
 from engine.shared.messages import (
     ChildFailed,
+    ChildHeartbeat,
     ChildProgress,
     ChildReady,
     ChildStatus,
-    ChildTurn,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Lifeline:
         """Report an iteration of the main loop; never blocks on a supervisor that does not read."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection.send(pack_frame(ChildTurn()), socket.MSG_DONTWAIT)
+                self._connection.send(pack_frame(ChildHeartbeat()), socket.MSG_DONTWAIT)
 
     def _report(self, status: ChildStatus) -> None:
         if self._connection is None:

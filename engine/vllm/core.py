@@ -42,12 +42,12 @@ from engine.shared.messages import (
     ASLEEP_TAGS,
     AbortRequests,
     AddRequest,
+    ApplyAdapterTable,
     EngineCounters,
     EngineSetup,
     EngineStats,
     FleetOrder,
-    HoldAdapters,
-    KvBlocksWanted,
+    KvBlocksQuery,
     PauseMode,
     RequestOutput,
     SleepMode,
@@ -248,7 +248,7 @@ class VllmCore:
                 self._clock.start_ordered(event)
             case Rejoined(wave):
                 self._clock.welcomed(wave)
-            case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksWanted():
+            case ApplyAdapterTable() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksQuery():
                 pass  # not supported by vLLM engines
 
     def _add(self, message: AddRequest) -> None:

@@ -150,9 +150,9 @@ def _summary(
     cluster: dict[str, Any], fleet: dict[str, Any] | None, rows: list[tuple[str, ...]]
 ) -> str:
     serving = sum(row[2] == "ready" for row in rows)
-    wished = fleet["data_parallel_size"] if fleet else len(rows)
+    target = fleet["data_parallel_size"] if fleet else len(rows)
     text = (
-        f"Swell {cluster['version']}, {', '.join(cluster['models'])}: {serving} of {wished} "
+        f"Swell {cluster['version']}, {', '.join(cluster['models'])}: {serving} of {target} "
         f"engines ready, {cluster['num_front_ends']} API servers"
     )
     waiting: dict[str, str] = fleet.get("waiting", {}) if fleet else {}

@@ -18,10 +18,10 @@ from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL
 from engine.shared.logs import relay_line
 from engine.shared.messages import (
     ChildFailed,
+    ChildHeartbeat,
     ChildProgress,
     ChildReady,
     ChildStatus,
-    ChildTurn,
     MemberKind,
 )
 from server.fleet.child import Child, Ended, Holder, Program, Starter
@@ -306,7 +306,7 @@ class Keeper:
                         highlight=False,
                         soft_wrap=True,
                     )
-                case ChildTurn():
+                case ChildHeartbeat():
                     role.turned_at = time.monotonic()
                 case ChildFailed(reason):
                     role.failure = reason

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.machine import read_topology
-from engine.shared.cpu.plan import CpuPlan, Wish, make_plan
+from engine.shared.cpu.plan import BindRequest, CpuPlan, make_plan
 from server.config import ServeConfig
 from server.router.load_table import MAX_ENGINES
 
@@ -60,7 +60,7 @@ def plan_cpus(
     if devices is None:
         devices = visible_devices(os.environ)
     on_cpu = device == "cpu" or (device == "auto" and not devices)
-    wish = Wish(
+    request = BindRequest(
         bind=executor.cpu_bind,
         engines=config.parallel.engines_on_node,
         processes=config.parallel.processes_on_node,
@@ -68,7 +68,7 @@ def plan_cpus(
         threads=executor.threads,
         on_cpu=on_cpu and executor.executor == "model",
     )
-    return make_plan(wish, None if executor.cpu_bind == "none" else read_topology())
+    return make_plan(request, None if executor.cpu_bind == "none" else read_topology())
 
 
 def of_engine_alone(config: EngineConfig) -> EngineConfig:

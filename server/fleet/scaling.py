@@ -62,8 +62,8 @@ class EngineScaler:
         self._is_alone = is_alone
         self._target = len(engines)
         self._restart_wanted = False
-        self._wished = asyncio.Event()
-        self._newer_wish = asyncio.Event()
+        self._target_changed = asyncio.Event()
+        self._newer_target = asyncio.Event()
         """Set and replaced with each request."""
         self._busy = False
         self._error: str | None = None
@@ -93,9 +93,9 @@ class EngineScaler:
     def _begin(self) -> None:
         self._error = None
         self._busy = True
-        self._wished.set()
-        self._newer_wish.set()
-        self._newer_wish = asyncio.Event()
+        self._target_changed.set()
+        self._newer_target.set()
+        self._newer_target = asyncio.Event()
 
     @property
     def status(self) -> ControlStatus:
@@ -115,8 +115,8 @@ class EngineScaler:
     async def run(self) -> None:
         """Apply requests until cancelled."""
         while True:
-            await self._wished.wait()
-            self._wished.clear()
+            await self._target_changed.wait()
+            self._target_changed.clear()
             try:
                 target = self._target
                 missing = [rank for rank in range(target) if rank not in self.engines]
@@ -131,7 +131,7 @@ class EngineScaler:
             except Exception as error:
                 logger.exception("scaling failed")
                 self._give_up(f"scaling failed: {error!r}")
-            self._busy = self._wished.is_set()
+            self._busy = self._target_changed.is_set()
 
     def _give_up(self, reason: str) -> None:
         self._error = reason
@@ -182,7 +182,7 @@ class EngineScaler:
         A newer request for fewer engines ends the wait.
         """
         while rank < self._target and not role.ready.is_set():
-            newer = asyncio.create_task(self._newer_wish.wait())
+            newer = asyncio.create_task(self._newer_target.wait())
             try:
                 await self._keeper.until_ready([role], newer)
             finally:

@@ -249,7 +249,7 @@ class EngineCollector(Collector):
         """Yield running and waiting adapters as in vLLM, and the loaded adapters of each engine."""
         if view.adapters is None:
             return
-        entries = view.adapters.sheet.entries
+        entries = view.adapters.table.entries
         names = {each.version: each.name for each in entries if each.version}
 
         def listed(versions: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from engine.shared.block_names import ROOT_DIGEST, adapter_root, block_digest, short_name, shown_in
-from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksWanted
+from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksQuery
 from server.router.route import Engine, Route
 
 ASK_AGAIN = 5.0
@@ -47,12 +47,12 @@ class BlockIndex:
         """Return the number of names kept."""
         return sum(len(each.names) for each in self._held.values())
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksQuery]]:
         """Return the requests to send, by engine identity; drop the state of engines that left."""
         there = {route.engine for route in routes}
         self._held = {rank: each for rank, each in self._held.items() if each.engine in there}
         return [
-            (route.identity, KvBlocksWanted(self._front_end, held.number))
+            (route.identity, KvBlocksQuery(self._front_end, held.number))
             for route in routes
             if route.identity is not None and (held := self._due(route, now)) is not None
         ]

@@ -16,13 +16,13 @@ import zmq
 
 from engine.shared.messages import (
     AdapterOutcome,
-    AdapterWish,
+    AdapterRequest,
     AddRequest,
     ClusterView,
     EngineInput,
     EngineOutput,
     FleetOrder,
-    FleetWish,
+    FleetRequest,
     FrontEndNotice,
     KvSource,
     RouteHello,
@@ -90,7 +90,9 @@ class EngineClient:
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
         """Adapters that requests can name."""
-        self._wishes: dict[int, tuple[AdapterWish | FleetWish, asyncio.Future[Any]]] = {}
+        self._operator_requests: dict[
+            int, tuple[AdapterRequest | FleetRequest, asyncio.Future[Any]]
+        ] = {}
         """Requests to the coordinator and the futures of their answers, by ticket."""
         self.fleet: FleetOrder | None = None
         """The newest fleet order known here."""
@@ -228,31 +230,31 @@ class EngineClient:
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
     ) -> AdapterOutcome:
-        if self.adapters.sheet is None:
+        if self.adapters.table is None:
             return AdapterOutcome(0, 400, "No engine serves adapters: --enable-lora.")
-        wish = AdapterWish(secrets.randbits(60), name, path, in_place)
+        request = AdapterRequest(secrets.randbits(60), name, path, in_place)
         try:
             async with asyncio.timeout(UTILITY_TIMEOUT):
-                with self._wished(wish) as answer:
+                with self._operator_request(request) as answer:
                     outcome: AdapterOutcome = await answer
                     return outcome
         except TimeoutError:
             reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
-            return AdapterOutcome(wish.ticket, 503, reason)
+            return AdapterOutcome(request.ticket, 503, reason)
 
     async def order_fleet(
-        self, wish: FleetWish, within: float = UTILITY_TIMEOUT
+        self, request: FleetRequest, within: float = UTILITY_TIMEOUT
     ) -> list[UtilityResult]:
         missing = "the coordinator has not taken the order"
         try:
             async with asyncio.timeout(within):
-                with self._wished(wish) as answer:
+                with self._operator_request(request) as answer:
                     revision: int = await answer
                 while True:
                     # Ask the engines that are connected for their own state.
                     there = self._router.members.has_engines
                     results = await self.call_utility(None, "info", {}) if there else []
-                    late = [each for each in results if not _followed(each, wish, revision)]
+                    late = [each for each in results if not _followed(each, request, revision)]
                     if not late:
                         return results
                     missing = f"engine {late[0].rank} has not followed yet; the order stands"
@@ -261,18 +263,20 @@ class EngineClient:
             raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
 
     @contextlib.contextmanager
-    def _wished(self, wish: AdapterWish | FleetWish) -> Iterator[asyncio.Future[Any]]:
+    def _operator_request(
+        self, request: AdapterRequest | FleetRequest
+    ) -> Iterator[asyncio.Future[Any]]:
         """Send a request to the coordinator, and repeat it with each tick until it is answered."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._wishes[wish.ticket] = wish, answer
-        self._notify(wish)
+        self._operator_requests[request.ticket] = request, answer
+        self._notify(request)
         try:
             yield answer
         finally:
-            del self._wishes[wish.ticket]
+            del self._operator_requests[request.ticket]
 
     def _answer(self, ticket: int, answer: AdapterOutcome | int) -> None:
-        _, waiting = self._wishes.get(ticket, (None, None))
+        _, waiting = self._operator_requests.get(ticket, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
@@ -349,9 +353,9 @@ class EngineClient:
         if self._num_held:
             self._metrics.count("held_request_seconds", by=self._num_held * TICK_INTERVAL)
         self._tell_of_adapters()
-        for wish, answer in self._wishes.values():
+        for request, answer in self._operator_requests.values():
             if not answer.done():
-                self._notify(wish)
+                self._notify(request)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _follow(self) -> None:
@@ -388,12 +392,12 @@ class EngineClient:
             inbox.close()
 
 
-def _followed(result: UtilityResult, wish: FleetWish, revision: int) -> bool:
+def _followed(result: UtilityResult, request: FleetRequest, revision: int) -> bool:
     info = result.result
     if result.error is not None or not isinstance(info, dict):
         return False
     done = int(info.get("fleet_revision") or 0) >= revision
-    return done and (wish.action != "pause" or bool(info["is_paused"]))
+    return done and (request.action != "pause" or bool(info["is_paused"]))
 
 
 def _shutting_down() -> NoEngineAvailable:

@@ -11,7 +11,7 @@ from engine.shared.messages import (
     ClusterView,
     EngineDead,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     RequestOutput,
     RouteHello,
     RouteTaken,
@@ -100,7 +100,7 @@ class Tell(msgspec.Struct, frozen=True):
     """Send to an engine, ignoring failures."""
 
     to: bytes
-    message: AbortRequests | RouteTaken | KvBlocksWanted
+    message: AbortRequests | RouteTaken | KvBlocksQuery
 
 
 class Deliver(msgspec.Struct, frozen=True):

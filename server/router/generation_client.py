@@ -7,7 +7,7 @@ from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
-    FleetWish,
+    FleetRequest,
     KvSource,
     UtilityResult,
     UtilityValue,
@@ -144,7 +144,9 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+    async def order_fleet(
+        self, request: FleetRequest, within: float = 120.0
+    ) -> list[UtilityResult]:
         """Execute an order on all engines, including ones that join later.
 
         Returns each engine's `info` utility result after it has executed the order.

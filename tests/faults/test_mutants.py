@@ -25,7 +25,7 @@ from engine.shared.messages import (
     EngineEntry,
     EngineStats,
     FrontEndEntry,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvSource,
 )
 from server.router.block_index import BlockIndex
@@ -213,14 +213,14 @@ class OrdersOnce(CoordinatorState):
 class AsksOnce(BlockIndex):
     """Assumes that its requests and their answers arrive."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksQuery]]:
         return super().follow(routes, 0.0)
 
 
 class TakesSuccessorsForThem(BlockIndex):
     """Keeps what it knew of the previous process."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksQuery]]:
         for route in routes:
             if (held := self._held.get(route.entry.rank)) is not None:
                 held.engine = route.engine

@@ -33,7 +33,7 @@ from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
-    FleetWish,
+    FleetRequest,
     RequestOutput,
     TokenLogprob,
     UtilityResult,
@@ -186,7 +186,7 @@ class FakeGenerationClient:
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
-        self.orders: list[FleetWish] = []
+        self.orders: list[FleetRequest] = []
         self.fleet_error = ""
         self.refuse_from = 10**9
         self.script: Script = self.answer("hello world")
@@ -219,8 +219,10 @@ class FakeGenerationClient:
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
-    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
-        self.orders.append(wish)
+    async def order_fleet(
+        self, request: FleetRequest, within: float = 120.0
+    ) -> list[UtilityResult]:
+        self.orders.append(request)
         info: dict[str, UtilityValue] = {"is_paused": True, "fleet_error": self.fleet_error}
         return [UtilityResult(1, rank, info) for rank in (0, 1)]
 

@@ -210,7 +210,7 @@ ALL_BLOCKS = -1
 """Value of `after` from a front end that knows none of an engine's KV blocks."""
 
 
-class KvBlocksWanted(Message, frozen=True):
+class KvBlocksQuery(Message, frozen=True, tag="KvBlocksWanted"):
     """A front end requests the changes of an engine's KV blocks since change number `after`.
 
     Answered by one `KvBlocks` once there are any. A front end has one such request pending; a later
@@ -222,7 +222,7 @@ class KvBlocksWanted(Message, frozen=True):
     """The newest change known, or `ALL_BLOCKS`."""
 
 
-CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksWanted
+CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksQuery
 
 
 class RouteTaken(Message, frozen=True):

@@ -20,7 +20,7 @@ from engine.shared.messages import (
     ASLEEP_TAGS,
     AdapterOutcome,
     ControlQuery,
-    FleetWish,
+    FleetRequest,
     PauseMode,
     ScaleEngines,
     UtilityResult,
@@ -60,7 +60,7 @@ async def pause(
 async def resume(services: ServicesDep, rank: Rank = None) -> schema.PauseStatus:
     """End a pause."""
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "resume"))
+        await _order(services, FleetRequest(_ticket(), "resume"))
     else:
         await _call(services, rank, "resume")
     return schema.PauseStatus("resumed")
@@ -86,7 +86,7 @@ async def sleep(
         await _pause(services, mode, rank)
         mode = "keep"
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "sleep", mode, level))
+        await _order(services, FleetRequest(_ticket(), "sleep", mode, level))
     else:
         await _call(services, rank, "sleep", level=level, mode=mode)
     if waits:
@@ -102,7 +102,7 @@ async def wake_up(
 ) -> schema.Done:
     """Reallocate memory: all of it, or only what `tags` name, weights first."""
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "wake_up", tags=list(tags or ())))
+        await _order(services, FleetRequest(_ticket(), "wake_up", tags=list(tags or ())))
     else:
         await _call(services, rank, "wake_up", tags=",".join(tags or ASLEEP_TAGS))
     return schema.Done("The engines have what was asked for.")
@@ -232,7 +232,7 @@ def _changed(outcome: AdapterOutcome, success: str, param: str) -> Response:
 
 async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "pause", mode))
+        await _order(services, FleetRequest(_ticket(), "pause", mode))
         return
     await _call(services, rank, "pause", mode=mode)
     until = time.monotonic() + UTILITY_TIMEOUT
@@ -248,8 +248,8 @@ async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
         await asyncio.sleep(_LOOK_INTERVAL)
 
 
-async def _order(services: Services, wish: FleetWish) -> None:
-    for answer in await services.client.order_fleet(wish):
+async def _order(services: Services, request: FleetRequest) -> None:
+    for answer in await services.client.order_fleet(request):
         if isinstance(answer.result, dict) and (error := answer.result["fleet_error"]):
             raise invalid(f"Engine {answer.rank}: {error}.", code="utility_failed")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
-from engine.shared.messages import PUSHED, FleetWish, UtilityResult, UtilityValue, WeightsSource
+from engine.shared.messages import PUSHED, FleetRequest, UtilityResult, UtilityValue, WeightsSource
 from server.api.admin.schema import WeightsRequest, WeightsStatus
 from server.api.openapi import errors
 from server.api.route import OperatorRoute
@@ -78,8 +78,8 @@ class Update:
             else:
                 loads = [self._load(rank, self._source) for rank in ranks]
                 self._take([each for loaded in await asyncio.gather(*loads) for each in loaded])
-            wish = FleetWish(secrets.randbits(60), "weights", weights=self._source)
-            await self._client.order_fleet(wish)
+            request = FleetRequest(secrets.randbits(60), "weights", weights=self._source)
+            await self._client.order_fleet(request)
         except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
             logger.warning("reverting weights %s: %s", self._source.version, error)
             # The client may have disconnected: the engines must stay consistent regardless.

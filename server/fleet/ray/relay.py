@@ -9,7 +9,7 @@ import msgspec
 
 from engine.shared.addresses import listen
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, EngineLaunch
-from engine.shared.messages import ChildStatus, ChildTurn
+from engine.shared.messages import ChildHeartbeat, ChildStatus
 from server.config import FrontEndConfig, HttpConfig
 from server.fleet.child import Child, Program
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Line
@@ -49,7 +49,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
             }
 
         def on_status(status: ChildStatus) -> None:
-            if not isinstance(status, ChildTurn):  # would wake the supervisor every second
+            if not isinstance(status, ChildHeartbeat):  # would wake the supervisor every second
                 tell(status)
 
         return await Child.start(

@@ -23,7 +23,7 @@ from engine.shared.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, RegexGrammar
+from engine.shared.messages import AdapterEntry, AdapterTable, AddRequest, RegexGrammar
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.test_images import show, text
@@ -173,7 +173,7 @@ class Served:
         self.core.front_end_joined(0, 1)
         names = sorted(path.name for path in root.iterdir())
         entries = [AdapterEntry(serial, name, name) for serial, name in enumerate(names, 1)]
-        self.core.adapters.take(AdapterSheet(1, entries))
+        self.core.adapters.take(AdapterTable(1, entries))
         assert self.core.adapters.wait() == []
         self.versions = ["", *self.core.adapters.versions().values()]
 

@@ -30,7 +30,9 @@ from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
 from engine.shared.messages import (
     AbortRequests,
     AdapterEntry,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
+    ApplyAdapterTable,
     Draining,
     EngineSetup,
     FormGroup,
@@ -40,9 +42,7 @@ from engine.shared.messages import (
     Goodbye,
     GroupStatus,
     HeartbeatAck,
-    HeldAdapter,
     Hello,
-    HoldAdapters,
     Ready,
     Refused,
     RouteHello,
@@ -205,20 +205,23 @@ def test_what_nobody_knows_ends_nothing(
 # -- adapters -------------------------------------------------------------------------------------
 
 
-def sheet(revision: int) -> AdapterSheet:
-    return AdapterSheet(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
+def adapter_table(revision: int) -> AdapterTable:
+    return AdapterTable(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
 
 
 def test_an_engine_that_starts_knows_the_newest_sheet_of_adapters() -> None:
     reception = new_reception()
-    reception.handle(replace(welcome(), adapters=sheet(3)), 0.0)
-    assert reception.sheet == sheet(3)
-    newer = HoldAdapters(EPOCH, sheet(5))
+    reception.handle(replace(welcome(), adapters=adapter_table(3)), 0.0)
+    assert reception.adapter_table == adapter_table(3)
+    newer = ApplyAdapterTable(EPOCH, adapter_table(5))
     assert Deliver(newer) in reception.handle(newer, 1.0)
-    for order in (HoldAdapters(EPOCH, sheet(4)), HoldAdapters(EPOCH + 1, sheet(9))):
+    for order in (
+        ApplyAdapterTable(EPOCH, adapter_table(4)),
+        ApplyAdapterTable(EPOCH + 1, adapter_table(9)),
+    ):
         reception.handle(order, 2.0)
-    assert reception.sheet == sheet(5)
-    other = HoldAdapters(EPOCH, sheet(7), group="other")
+    assert reception.adapter_table == adapter_table(5)
+    other = ApplyAdapterTable(EPOCH, adapter_table(7), group="other")
     assert reception.handle(other, 3.0) == []
 
 
@@ -226,13 +229,13 @@ def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_aga
     reception = new_reception()
     reception.handle(welcome(), 0.0)
     reception.handle(Serve(SETUP), 0.1)
-    held = [HeldAdapter(1, "v1")]
-    told = reception.handle(HaveAdapters(sheet(3), held), 0.2)
+    held = [AdapterLoadResult(1, "v1")]
+    told = reception.handle(HaveAdapters(adapter_table(3), held), 0.2)
     (register,) = (each.message for each in told if isinstance(each, Register))
     assert isinstance(register, Ready)
     assert register.adapters == held
     forgotten = reception.handle(HeartbeatAck(EPOCH + 1, known=False), 1.0)
     hellos = [each.message for each in forgotten if isinstance(each, Register)]
-    assert [each.adapters for each in hellos if isinstance(each, Hello)] == [sheet(3)]
-    again = reception.handle(replace(welcome(epoch=EPOCH + 1), adapters=sheet(6)), 1.1)
-    assert Deliver(HoldAdapters(EPOCH + 1, sheet(6))) in again
+    assert [each.adapters for each in hellos if isinstance(each, Hello)] == [adapter_table(3)]
+    again = reception.handle(replace(welcome(epoch=EPOCH + 1), adapters=adapter_table(6)), 1.1)
+    assert Deliver(ApplyAdapterTable(EPOCH + 1, adapter_table(6))) in again

@@ -15,7 +15,7 @@ from engine.shared.messages import (
     AddRequest,
     EncoderInput,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     SamplingParams,
 )
 from server.router.block_index import ASK_AGAIN, BlockIndex
@@ -74,7 +74,7 @@ class Engines:
         self.under_way: list[KvBlocks] = []
         self.resyncs = 0
         self._incarnations = 0
-        self._open: dict[int, KvBlocksWanted] = {}
+        self._open: dict[int, KvBlocksQuery] = {}
         for rank in range(count):
             self.restart(rank)
 
@@ -92,7 +92,7 @@ class Engines:
             entry=listed, sent=Sent(1, incarnation, 0, 0), identity=b"%d" % rank
         )
 
-    def follow(self) -> list[KvBlocksWanted]:
+    def follow(self) -> list[KvBlocksQuery]:
         """Query from the front end; engines reply if their blocks have changed."""
         asked = self.index.follow(list(self.routes.values()), self.now)
         for to, question in asked:
@@ -214,13 +214,13 @@ def test_scores_of_the_prompt_have_all_of_it_computed() -> None:
 
 def test_an_engine_is_asked_once_until_it_answers_or_that_may_be_lost() -> None:
     engines = Engines(1)
-    assert engines.follow() == [KvBlocksWanted(0, ALL_BLOCKS)]
+    assert engines.follow() == [KvBlocksQuery(0, ALL_BLOCKS)]
     engines.deliver()
-    assert engines.follow() == [KvBlocksWanted(0, 0)]
+    assert engines.follow() == [KvBlocksQuery(0, 0)]
     engines.now = ASK_AGAIN / 2
     assert engines.follow() == []
     engines.now = ASK_AGAIN
-    assert engines.follow() == [KvBlocksWanted(0, 0)]
+    assert engines.follow() == [KvBlocksQuery(0, 0)]
 
 
 def test_engines_that_tell_nothing_are_not_asked() -> None:

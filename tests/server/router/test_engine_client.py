@@ -15,9 +15,9 @@ from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     AbortRequests,
     AdapterOutcome,
-    AdapterSheet,
+    AdapterRequest,
     AdaptersView,
-    AdapterWish,
+    AdapterTable,
     AddRequest,
     ClusterView,
     EncoderInput,
@@ -481,19 +481,19 @@ async def test_a_wish_is_repeated_until_the_coordinator_has_answered(
 ) -> None:
     monkeypatch.setattr("server.router.engine_client.TICK_INTERVAL", 0.01)
     async with world(tmp_path) as played:
-        sheet = AdapterSheet(3, [])
-        played.publish_adapters(AdaptersView(sheet, []))
+        table = AdapterTable(3, [])
+        played.publish_adapters(AdaptersView(table, []))
         changing = asyncio.create_task(played.client.change_adapter("sql", "/a/sql"))
 
-        def wishes() -> list[AdapterWish]:
-            return [each for each in played.notices if isinstance(each, AdapterWish)]
+        def operator_requests() -> list[AdapterRequest]:
+            return [each for each in played.notices if isinstance(each, AdapterRequest)]
 
-        await until_async(lambda: len(wishes()) > 2, "it is said again")
-        [ticket] = {each.ticket for each in wishes()}
+        await until_async(lambda: len(operator_requests()) > 2, "it is said again")
+        [ticket] = {each.ticket for each in operator_requests()}
         others = AdapterOutcome(ticket + 1, 400)
-        played.publish_adapters(AdaptersView(sheet, [others, AdapterOutcome(ticket, 200)]))
+        played.publish_adapters(AdaptersView(table, [others, AdapterOutcome(ticket, 200)]))
         assert (await changing).status == 200
-        assert not played.client._wishes
+        assert not played.client._operator_requests
 
 
 async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
