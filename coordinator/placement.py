@@ -21,7 +21,7 @@ from engine.shared.messages import (
     ScalingRequest,
 )
 
-MEMORY = 3600.0
+MAX_MISSING_AGE = 3600.0
 """Seconds for which a dead engine counts as missing when no number is expected."""
 
 
@@ -87,7 +87,7 @@ class Placement:
         return not self._nodes
 
     @property
-    def wanted(self) -> int | None:
+    def total_target(self) -> int | None:
         """Requested number of engines over all nodes; None if no node can run any."""
         able = [node for node in self._nodes.values() if node.engines.capacity or node.target]
         return sum(node.target for node in able) if able else None
@@ -116,7 +116,7 @@ class Placement:
             node.request = report.request
         decided = self._proceed(now)
         if decided:
-            return [*actions, *decided, *self._tell_all()]
+            return [*actions, *decided, *self._send_orders()]
         return [*actions, Reply(sender, self._order(node))]
 
     def tick(self, now: float) -> list[Action]:
@@ -127,7 +127,7 @@ class Placement:
         for incarnation in silent:
             actions += self._remove(incarnation, "has been silent for too long")
         decided = self._proceed(now)
-        return [*actions, *decided, *(self._tell_all() if decided else [])]
+        return [*actions, *decided, *(self._send_orders() if decided else [])]
 
     def _remove(self, incarnation: int, why: str) -> list[Action]:
         node = self._nodes.pop(incarnation, None)
@@ -185,13 +185,13 @@ class Placement:
         )
         return [Notice(f"the target is now {request.size} engines: {', '.join(parts)}")]
 
-    def _tell_all(self) -> list[Action]:
+    def _send_orders(self) -> list[Action]:
         return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]
 
     def _order(self, node: _Node) -> NodeOrder:
         return NodeOrder(
             nodes=[each.engines for each in self._nodes.values()],
-            you=list(self._nodes.values()).index(node),
+            recipient=list(self._nodes.values()).index(node),
             busy=bool(self._restarts) or any(each.is_busy for each in self._nodes.values()),
             assignment=node.assignment,
             acknowledged=node.acknowledged,
@@ -217,9 +217,9 @@ class Expected:
         self._reasons: dict[int, AbsenceReason] = {}
         self._since: dict[int, float] = {}
 
-    def follow(self, wanted: int | None) -> None:
+    def follow(self, target: int | None) -> None:
         """Follow the total that the joined nodes' supervisors run."""
-        self.number = wanted if self.planned is None else max(self.planned, wanted or 0)
+        self.number = target if self.planned is None else max(self.planned, target or 0)
 
     def left(self, rank: int, reason: AbsenceReason) -> None:
         """Record why an engine left."""
@@ -240,13 +240,13 @@ class Expected:
     def _absent(self, present: frozenset[int], now: float) -> list[int]:
         if self.number is None:
             for rank, reason in list(self._reasons.items()):
-                if reason == "drained" or now - self._since.get(rank, now) > MEMORY:
+                if reason == "drained" or now - self._since.get(rank, now) > MAX_MISSING_AGE:
                     del self._reasons[rank]
             return list(self._reasons)
         short = max(0, self.number - len(present))
         # Ranks whose end is recorded come first, drained ones after others; then the lowest ranks.
         known = sorted(self._reasons, key=lambda rank: (self._reasons[rank] == "drained", rank))
-        never = (rank for rank in range(self.number) if rank not in present)
-        chosen = list(dict.fromkeys([*known, *never]))[:short]
+        unseen = (rank for rank in range(self.number) if rank not in present)
+        chosen = list(dict.fromkeys([*known, *unseen]))[:short]
         self._reasons = {rank: why for rank, why in self._reasons.items() if rank in chosen}
         return chosen

@@ -24,7 +24,7 @@ from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.machine import bind_process
 from engine.shared.fair_threads import FairThreads
 from engine.shared.group_config import model_identity
-from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL, Lifeline
+from engine.shared.lifeline import CANNOT_START, CHILD_HEARTBEAT_INTERVAL, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
@@ -87,7 +87,7 @@ GRACEFUL_SECONDS = 1
 LARGEST_OUTPUT = 16 << 20
 """Maximum bytes of a message with outputs; engines of protocol 3 send them whole."""
 
-MEND_INTERVAL = 1.0
+MAINTENANCE_INTERVAL = 1.0
 """Seconds between checks that local sockets and the store's file still exist."""
 
 
@@ -239,10 +239,10 @@ class FrontEnd:
         elsewhere: TenantsElsewhere | None,
         metrics: FrontEndMetrics,
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        yield _every(MEND_INTERVAL, self._transport.mend)
+        yield _every(MAINTENANCE_INTERVAL, self._transport.maintain)
         yield self._turn(metrics)
         if store is not None and self._config.store.response_store == "node":
-            yield _every(MEND_INTERVAL, store.mend)
+            yield _every(MAINTENANCE_INTERVAL, store.maintain)
         if elsewhere is not None:
             yield _every(SAY_INTERVAL, partial(_tell_of_tenants, elsewhere, link))
         interval = self._config.http.log_stats_interval
@@ -251,9 +251,9 @@ class FrontEnd:
 
     async def _turn(self, metrics: FrontEndMetrics) -> None:
         while True:
-            self._lifeline.turn()
-            due = time.monotonic() + TURN_INTERVAL
-            await asyncio.sleep(TURN_INTERVAL)
+            self._lifeline.heartbeat()
+            due = time.monotonic() + CHILD_HEARTBEAT_INTERVAL
+            await asyncio.sleep(CHILD_HEARTBEAT_INTERVAL)
             metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
 
     def _link(self, identity: dict[str, str]) -> ClusterLink:

@@ -50,7 +50,7 @@ UNUSED_SECONDS = 30.0
 
 _MAX_QUEUED = 4096
 """Maximum blocks queued to one peer; further ones are dropped."""
-_MEND_INTERVAL = 1.0
+_MAINTENANCE_INTERVAL = 1.0
 _SHUTDOWN_SECONDS = 5.0
 _SECONDS_BETWEEN_WARNINGS = 60.0
 _EVENT = struct.Struct("=HI")
@@ -232,7 +232,7 @@ class BlockPort:
                 self._lose(source)
         now = self._clock()
         if now >= self._next_look:
-            self._next_look = now + _MEND_INTERVAL
+            self._next_look = now + _MAINTENANCE_INTERVAL
             self._look(now)
         self._go_on(now)
         return True
@@ -245,7 +245,7 @@ class BlockPort:
 
     def _look(self, now: float) -> None:
         """Run periodic work."""
-        self._transport.mend()
+        self._transport.maintain()
         with self._lock:
             self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
             self._counters.kv_transfer_offered_bytes = self._offers.num_bytes

@@ -466,7 +466,7 @@ class EngineProcess:
             self._sender,
             self._watch,
             drain_timeout=self._config.cluster.drain_timeout,
-            on_turn=self._health.turn,
+            on_turn=self._health.record_iteration,
             on_drain=self._drain,
         )
         return self._loop_until_stopped(loop, rank)
@@ -500,7 +500,7 @@ class EngineProcess:
             self._inbox,
             self._sender,
             self._watch,
-            on_turn=self._health.turn,
+            on_turn=self._health.record_iteration,
             on_drain=self._drain,
             on_wave=self._reception.note_wave,
             on_joined=lambda: self._ready(core.setup),

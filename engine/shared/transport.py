@@ -256,7 +256,7 @@ class Transport:
             self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
         return socket
 
-    def mend(self) -> None:
+    def maintain(self) -> None:
         """Rebind local sockets whose files were removed, and accept added cluster keys; call
         periodically.
 
@@ -280,7 +280,7 @@ class Transport:
 
     @property
     def descriptors(self) -> Descriptors | None:
-        """Descriptors of this process at the last `mend` or `connect`."""
+        """Descriptors of this process at the last `maintain` or `connect`."""
         return self._descriptors.newest
 
     def _accept_new_keys(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
-from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL
+from engine.shared.lifeline import CANNOT_START, CHILD_HEARTBEAT_INTERVAL
 from engine.shared.logs import relay_line
 from engine.shared.messages import (
     ChildFailed,
@@ -265,11 +265,11 @@ class Keeper:
             return
         while True:
             looked_at = time.monotonic()
-            await asyncio.sleep(TURN_INTERVAL)
+            await asyncio.sleep(CHILD_HEARTBEAT_INTERVAL)
             now = time.monotonic()
             if role.turned_at is None:
                 continue
-            if now - looked_at > 2 * TURN_INTERVAL or holder.is_stopped:
+            if now - looked_at > 2 * CHILD_HEARTBEAT_INTERVAL or holder.is_stopped:
                 role.turned_at = now
             silence = now - role.turned_at
             if silence > self._hang_timeout:

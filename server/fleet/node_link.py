@@ -132,7 +132,7 @@ class NodeScaling:
         nodes = [self._own(own)]
         if self._order is not None:
             # The local state is newer than the coordinator's copy.
-            here = self._order.you
+            here = self._order.recipient
             nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
         seen: Counter[str] = Counter()
         for at, node in enumerate(nodes):  # number the supervisors that share a name

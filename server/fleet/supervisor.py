@@ -47,7 +47,7 @@ STOP_TIMEOUT = 5.0
 PROGRESS_INTERVAL = 2.0
 """Seconds between log lines about processes that are not ready yet."""
 
-MEND_INTERVAL = 1.0
+MAINTENANCE_INTERVAL = 1.0
 """Seconds between checks of the node's directory."""
 
 
@@ -310,11 +310,11 @@ class Supervisor:
     async def _mend(self, transport: Transport) -> None:
         told = ""
         while True:
-            await asyncio.sleep(MEND_INTERVAL)
+            await asyncio.sleep(MAINTENANCE_INTERVAL)
             reason = ""
             try:
                 self._node.keep()
-                transport.mend()
+                transport.maintain()
             except Exception as error:
                 reason = str(error) or repr(error)
             if reason and reason != told:
@@ -367,7 +367,7 @@ async def _restart_on_error(run: Callable[[], Awaitable[None]]) -> None:
             await run()
         except Exception:
             logger.exception("a task of the supervisor failed and is restarted")
-        await asyncio.sleep(MEND_INTERVAL)
+        await asyncio.sleep(MAINTENANCE_INTERVAL)
 
 
 def run(config: ServeConfig) -> int:

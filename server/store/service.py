@@ -145,7 +145,7 @@ class ResponseStore:
         finally:
             self._end_turn(tenant, time.monotonic() - began)
 
-    async def mend(self) -> None:
+    async def maintain(self) -> None:
         """Restore a deleted database file, before a new process creates an empty one."""
         with suppress(StoreUnavailable):
             await self.call(SqlBackend.get, "", "")

@@ -122,7 +122,7 @@ class Blocks:
 
     # -- for the port ----------------------------------------------------------------------------
 
-    def mend(self) -> None:
+    def maintain(self) -> None:
         """Do nothing: failed encryption handshakes are not simulated."""
 
     def bind(self, kind: int, address: str, *, largest: int, max_queued: int) -> BlockSocket:

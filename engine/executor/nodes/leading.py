@@ -202,7 +202,7 @@ class NodeLinks:
         now = time.monotonic()
         if now >= self._next_alive:
             self._next_alive = now + self._interval
-            self._transport.mend()
+            self._transport.maintain()
             alive = Alive(self._session, self._patience)
             nodes = self._nodes.values()
             gone = [node for node in nodes if not self._send(node.identity, alive)]

@@ -98,7 +98,7 @@ class NodeOrder(Message, frozen=True):
 
     nodes: list[NodeEngines]
     """All nodes, in order of joining."""
-    you: int
+    recipient: int
     """Index of the recipient in `nodes`."""
     busy: bool
     """Whether a node has not yet completed its assignment."""

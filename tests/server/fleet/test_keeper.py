@@ -46,7 +46,7 @@ def holds_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
 for _ in range(2):
     time.sleep(0.5)
-    lifeline.turn()
+    lifeline.heartbeat()
 holds_the_lock()
 """
 
@@ -57,7 +57,7 @@ from engine.shared.lifeline import Lifeline
 lifeline = Lifeline.from_environment()
 lifeline.ready("it serves")
 for turn in itertools.count():
-    lifeline.turn()
+    lifeline.heartbeat()
     print(turn, flush=True)
     time.sleep(0.2)
 """
