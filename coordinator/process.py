@@ -129,11 +129,11 @@ class Coordinator:
             poller.register(self._handshakes.socket, zmq.POLLIN)
         maintain_at = time.monotonic()
         while True:
-            health.turn()
+            health.record_iteration()
             now = time.monotonic()
             if now >= maintain_at:
                 self._transport.maintain()
-                lifeline.turn()
+                lifeline.heartbeat()
                 self.state.descriptors = self._transport.descriptors
                 use = process_use(self._transport.descriptors)
                 self.state.process = msgspec.structs.replace(self._process, use=use)

@@ -29,7 +29,7 @@ from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION, next_protocol
 from server.fleet.scaling import EngineScaler
 from server.router.load_table import MAX_ENGINES
 
-_LOOK_INTERVAL = 0.1
+_POLL_INTERVAL = 0.1
 """Seconds between checks whether a report is due."""
 
 
@@ -99,14 +99,14 @@ class NodeScaling:
                 error = f"there can be 1 to {MAX_ENGINES} engines, not {size}"
                 return self._status(own, error)
             case ScaleEngines(size):
-                self._ask(size)
+                self._request_scaling(size)
             case RestartEngines():
-                self._ask(None)
+                self._request_scaling(None)
             case ControlQuery():
                 pass
         return self._status(own, self._error)
 
-    def _ask(self, size: int | None) -> None:
+    def _request_scaling(self, size: int | None) -> None:
         self._request = ScalingRequest(1 + secrets.randbits(48), size)
         self._error = None
         self._due = float("-inf")
@@ -132,12 +132,12 @@ class NodeScaling:
         nodes = [self._own(own)]
         if self._order is not None:
             # The local state is newer than the coordinator's copy.
-            here = self._order.recipient
-            nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
-        seen: Counter[str] = Counter()
+            index = self._order.recipient
+            nodes = [*self._order.nodes[:index], *nodes, *self._order.nodes[index + 1 :]]
+        names: Counter[str] = Counter()
         for at, node in enumerate(nodes):  # number the supervisors that share a name
-            seen[node.name] += 1
-            if (number := seen[node.name]) > 1:
+            names[node.name] += 1
+            if (number := names[node.name]) > 1:
                 nodes[at] = msgspec.structs.replace(node, name=f"{node.name}#{number}")
         if error is None:
             failed = [f"{node.name}: {node.error}" for node in nodes if node.error is not None]
@@ -196,7 +196,7 @@ class NodeLink:
         """Report until cancelled."""
         while True:
             self._report()
-            await asyncio.sleep(_LOOK_INTERVAL)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _report(self) -> None:
         report = self._scaling.tick(self._scaler.status, time.monotonic())

@@ -31,13 +31,13 @@ def engine_capacity(config: ServeConfig, devices: int) -> int:
     0 if the configured number is 0; a larger configured number than seems to fit is accepted.
     """
     parallel = config.parallel
-    told = parallel.engines_on_node
-    if not told or parallel.data_parallel_lb == "external":
-        return told
+    configured = parallel.engines_on_node
+    if not configured or parallel.data_parallel_lb == "external":
+        return configured
     on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
     if on_cpu or not devices:
         return MAX_ENGINES
-    return max(told, devices // parallel.processes)
+    return max(configured, devices // parallel.processes)
 
 
 def plan_cpus(
@@ -71,7 +71,7 @@ def plan_cpus(
     return make_plan(request, None if executor.cpu_bind == "none" else read_topology())
 
 
-def of_engine_alone(config: EngineConfig) -> EngineConfig:
+def of_standalone_engine(config: EngineConfig) -> EngineConfig:
     """Return the settings of an engine without a supervisor, bound to its own CPUs.
 
     Raises:

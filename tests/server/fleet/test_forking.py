@@ -73,7 +73,7 @@ class Place:
             on_status=template.on_status,
             on_line=lambda line: None,
         )
-        await template.begin(program, None)
+        await template.load(program, None)
         return template
 
     async def start(self, template: Template, number: int = 1, **more: int) -> Child:

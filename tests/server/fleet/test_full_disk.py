@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.shared.node_directory import NodeDirectory
 from server.config import ServeConfig, SupervisorConfig
-from server.fleet.places import front_end_roles
+from server.fleet.roles import front_end_roles
 from tests.support.disks import fill, small_disk
 from tests.support.waiting import PATIENCE
 

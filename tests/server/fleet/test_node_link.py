@@ -45,7 +45,7 @@ def test_a_wish_is_repeated_until_all_nodes_have_taken_it() -> None:
     assert first.request == again.request
     assert first.request is not None
     assert first.request.size == 5
-    me.receive(NodeOrder([node("head", 3), node("other", 2)], you=0, busy=False))
+    me.receive(NodeOrder([node("head", 3), node("other", 2)], recipient=0, busy=False))
     assert me.handle(ControlQuery(), OWN).busy
     heard = NodeOrder([node("head", 3), node("other", 2)], 0, False, None, first.request.number)
     me.receive(heard)
@@ -71,7 +71,7 @@ def test_an_assignment_is_taken_once() -> None:
 def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
     me = scaling()
     broken = NodeEngines("other", 1, 8, {"0": "loading"}, busy=True, error="no memory")
-    me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], you=1, busy=True))
+    me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], recipient=1, busy=True))
     status = me.handle(ControlQuery(), OWN)
     assert [each.name for each in status.nodes] == ["other", "head", "other#2"]
     assert status.data_parallel_size == 4

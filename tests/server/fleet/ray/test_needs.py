@@ -60,10 +60,10 @@ def test_resources_that_are_none_are_refused_by_the_settings_name(text: str) -> 
 
 def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it_is_shown() -> None:
     config = EngineConfig(parallel=TWO)
-    on_cpu = engine_config(config, gpus=False, most_on_node=3)
+    on_cpu = engine_config(config, gpus=False, max_engines_per_node=3)
     assert (on_cpu.executor.threads, on_cpu.model.device) == (2, "cpu")
     assert on_cpu.parallel.engines_on_node == 3
-    on_gpu = engine_config(config, gpus=True, most_on_node=3)
+    on_gpu = engine_config(config, gpus=True, max_engines_per_node=3)
     assert (on_gpu.executor.threads, on_gpu.model.device) == (None, "cuda")
     assert on_gpu.parallel.number_on_node == 0
     assert on_gpu.parallel.data_parallel_rank == 3
