@@ -254,7 +254,7 @@ async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -
 
     kept = keeper()
     scaling = EngineScaler(
-        kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_alone=True
+        kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_single=True
     )
     status = scaling.handle(ScaleEngines(2))
     assert status.error == "an engine that spans nodes (--nnodes) is the only one"
