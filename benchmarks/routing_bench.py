@@ -69,7 +69,7 @@ _GRACE = 5.0
 VIEW_INTERVAL = 0.1
 """Seconds between the coordinator's snapshots."""
 
-FOLLOW_INTERVAL = 0.1
+BLOCK_QUERY_INTERVAL = 0.1
 """Seconds between a front end's requests for an engine's block changes."""
 
 INDEX_BLOCKS = 2_000_000
@@ -281,7 +281,7 @@ class FrontEnd:
         self._members.take_view(view, 0.0)
         for engine in view.engines:
             hello = RouteHello(engine.rank, engine.incarnation, 1)
-            self._members.heard(b"%d" % engine.rank, hello, 0.0)
+            self._members.hello_received(b"%d" % engine.rank, hello, 0.0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """Record an engine's stats."""
@@ -294,7 +294,7 @@ class FrontEnd:
         if self.blocks is None:
             return []
         routes = self._members.routes.values()
-        return [(int(to), question) for to, question in self.blocks.follow(routes, now)]
+        return [(int(to), question) for to, question in self.blocks.queries_due(routes, now)]
 
     def begin(self, request: RoutedRequest, now: float) -> Send:
         """Choose an engine for a new request; return the message to send."""
@@ -461,7 +461,7 @@ class Simulation:
         self._at(VIEW_INTERVAL, self._publish)
         for place, front_end in enumerate(self._front_ends):
             if front_end.blocks is not None:
-                first = FOLLOW_INTERVAL * place / len(self._front_ends)
+                first = BLOCK_QUERY_INTERVAL * place / len(self._front_ends)
                 self._at(first, partial(self._follow, front_end))
         while self._num_open:
             self._now, _, event = heapq.heappop(self._events)
@@ -482,7 +482,7 @@ class Simulation:
     def _follow(self, front_end: FrontEnd, now: float) -> None:
         for rank, question in front_end.questions(now):
             self._at(now + HOP, partial(self._receive, rank, question))
-        self._at(now + FOLLOW_INTERVAL, partial(self._follow, front_end))
+        self._at(now + BLOCK_QUERY_INTERVAL, partial(self._follow, front_end))
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
         self._num_events += 1

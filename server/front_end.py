@@ -184,7 +184,7 @@ class FrontEnd:
             client.view_changed(view)
             if elsewhere is not None:
                 elsewhere.take(view, time.monotonic())
-            link.know(client.adapters.table, client.fleet)
+            link.remember(client.adapters.table, client.fleet)
 
         link.subscribe(view_changed)
         address, may_wait = self._launch.control, self._launch.engines_may_wait

@@ -36,7 +36,7 @@ from engine.shared.messages import (
 )
 from server.router.adapters import Adapters
 from server.router.generation_client import KvOffer, NoEngineAvailable
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 
 _FRONT_END = 0
 _INCARNATION = 1
@@ -121,7 +121,7 @@ class LocalEngine:
                 continue
             last = output.finish_reason is not None
             if output.timing is not None:
-                stream.times.said(output.timing, now, last=last)
+                stream.times.record_timing(output.timing, now, last=last)
             if last:
                 del self._streams[output.id]
             stream.put(output)
@@ -157,7 +157,7 @@ class LocalEngine:
     async def wait_for_engines(self) -> None:
         pass
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         if self._error:
             raise NoEngineAvailable(self._error)
 
@@ -208,7 +208,7 @@ class LocalEngine:
         arguments: dict[str, UtilityValue],
         within: float = 120.0,
     ) -> list[UtilityResult]:
-        self.check_takes_requests()
+        self.check_accepts_requests()
         self._next_id += 1
         answer: asyncio.Future[UtilityResult] = self._loop.create_future()
         self._calls[self._next_id] = answer
@@ -224,9 +224,9 @@ class LocalEngine:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
-        self.check_takes_requests()
+        self.check_accepts_requests()
         self._next_id += 1
         message = msgspec.structs.replace(message, id=self._next_id, front_end=_FRONT_END)
         stream = RequestStream(message, self._close, pinned_rank, unread)

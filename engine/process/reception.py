@@ -236,11 +236,13 @@ class FrontEndLinks:
         return actions
 
     def _greet(self, rank: int, indices: Iterable[int]) -> list[Action]:
-        asks = self._ask_until is not None
+        wants_reply = self._ask_until is not None
         return [
             Greet(
                 index,
-                RouteHello(rank, self._incarnation, self._sessions[index], asks, self._drains),
+                RouteHello(
+                    rank, self._incarnation, self._sessions[index], wants_reply, self._drains
+                ),
             )
             for index in indices
         ]

@@ -236,7 +236,7 @@ def admit(
     tenancy.check_sequences(prompts, copies)
     call.tenant = tenancy.tenant(call.tenant, fields.user)
     tenant_id.set(call.tenant.id)
-    services.client.check_takes_requests()
+    services.client.check_accepts_requests()
     tokens = copies * max(0, len(call.content) - image_bytes) // BYTES_PER_TOKEN
     call.reservation = services.admission.reserve(
         prompts * copies, tokens, call.arrived, call.tenant.place, call.tenant.id

@@ -26,7 +26,7 @@ class Adapters:
         self.table: AdapterTable | None = None
         """None until any engine is known to have adapters."""
         self._leases: Counter[str] = Counter()
-        self._said: AdaptersInUse | None = None
+        self._last_notice: AdaptersInUse | None = None
         self._repeat_at = float("-inf")
 
     def take(self, view: AdaptersView | None) -> list[AdapterOutcome]:
@@ -73,10 +73,10 @@ class Adapters:
         """Return the notice due to the coordinator at `now` (seconds, monotonic), if any."""
         if self.table is None:
             return None
-        said = AdaptersInUse(
+        notice = AdaptersInUse(
             self._front_end, self._incarnation, self.table.revision, sorted(self._leases)
         )
-        if said == self._said and now < self._repeat_at:
+        if notice == self._last_notice and now < self._repeat_at:
             return None
-        self._said, self._repeat_at = said, now + REPEAT_INTERVAL
-        return said
+        self._last_notice, self._repeat_at = notice, now + REPEAT_INTERVAL
+        return notice

@@ -109,10 +109,10 @@ class ClusterLink:
         view = self._followed.take(message)
         if view is not None:
             self._on_view(view)
-        elif self._views is not None and self._followed.asks(time.monotonic()):
+        elif self._views is not None and self._followed.should_request(time.monotonic()):
             self._views.send(_SUBSCRIBE_ALL)
 
-    def know(self, table: AdapterTable | None, order: FleetOrder | None) -> None:
+    def remember(self, table: AdapterTable | None, order: FleetOrder | None) -> None:
         """Record the newest adapter table and fleet order, for a restarted coordinator."""
         self._membership.adapters = table
         self._membership.fleet = order

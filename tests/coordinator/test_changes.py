@@ -18,7 +18,7 @@ from engine.shared.messages import (
     ViewChange,
     encode,
 )
-from server.router.followed_view import ASK_INTERVAL, FollowedView
+from server.router.followed_view import REQUEST_INTERVAL, FollowedView
 
 SETUP = EngineSetup(100, 16, 512, "abc")
 
@@ -166,13 +166,13 @@ def test_whoever_missed_a_change_asks_for_a_whole_view_and_goes_on_from_there() 
     change(changes, view(2, entry(0, 2)))  # is lost
     later = change(changes, view(3, entry(0, 3)))
     assert followed.take(later) is None
-    assert not followed.asks(ASK_INTERVAL / 2), "a whole one was asked for just now"
-    assert followed.asks(ASK_INTERVAL)
-    assert not followed.asks(1.5 * ASK_INTERVAL)
+    assert not followed.should_request(REQUEST_INTERVAL / 2), "a whole one was asked for just now"
+    assert followed.should_request(REQUEST_INTERVAL)
+    assert not followed.should_request(1.5 * REQUEST_INTERVAL)
     whole = view(4, entry(0, 4))
     changes.record_full(whole)
     assert followed.take(whole) is whole
-    assert not followed.asks(9 * ASK_INTERVAL)
+    assert not followed.should_request(9 * REQUEST_INTERVAL)
     assert followed.take(change(changes, view(5, entry(0, 5)))) is not None
 
 
@@ -184,9 +184,9 @@ def test_changes_of_another_coordinator_and_repeated_ones_change_nothing() -> No
     found = change(changes, view(2, entry(0, 2)))
     assert followed.take(found) is not None
     assert followed.take(found) is None
-    assert not followed.asks(ASK_INTERVAL)
+    assert not followed.should_request(REQUEST_INTERVAL)
     assert followed.take(replace(found, after=2, view=replace(found.view, epoch=2))) is None
-    assert followed.asks(ASK_INTERVAL)
+    assert followed.should_request(REQUEST_INTERVAL)
 
 
 def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
@@ -194,4 +194,4 @@ def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
     followed.take(view(1))
     load = LoadChange(0, 2, 0, 2, 0, 1, 0.0, 0, [])
     assert followed.take(ViewChange(1, view(2), [load], [], [])) is None
-    assert followed.asks(ASK_INTERVAL)
+    assert followed.should_request(REQUEST_INTERVAL)

@@ -104,7 +104,7 @@ class NeverSuspects(Failover):
 class ConvictsWithoutTrial(Failover):
     """Fails all requests in flight on too many engines that died, innocent or not."""
 
-    def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
+    def _check_suspicion(self, request: RoutedRequest, now: float) -> list[Action] | None:
         if self.probation.is_suspect(request):
             return self._kills_engines(request)
         return None
@@ -113,7 +113,7 @@ class ConvictsWithoutTrial(Failover):
 class ForgetsWhoWaits(Failover):
     """Looks for an engine once, and not again when one joins."""
 
-    def place_waiting(self, now: float) -> list[Action]:
+    def assign_waiting(self, now: float) -> list[Action]:
         return []
 
 
@@ -138,7 +138,7 @@ class CountsTheLost(Loads):
 class GivesUpForGood(Members):
     """Treats an engine that was unreachable once as dead."""
 
-    def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
+    def mark_unreachable(self, rank: int, incarnation: int) -> list[EngineLost]:
         return self.died(rank, incarnation)
 
 
@@ -213,18 +213,22 @@ class OrdersOnce(CoordinatorState):
 class AsksOnce(BlockIndex):
     """Assumes that its requests and their answers arrive."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksQuery]]:
-        return super().follow(routes, 0.0)
+    def queries_due(
+        self, routes: Collection[Route], now: float
+    ) -> list[tuple[bytes, KvBlocksQuery]]:
+        return super().queries_due(routes, 0.0)
 
 
 class TakesSuccessorsForThem(BlockIndex):
     """Keeps what it knew of the previous process."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksQuery]]:
+    def queries_due(
+        self, routes: Collection[Route], now: float
+    ) -> list[tuple[bytes, KvBlocksQuery]]:
         for route in routes:
-            if (held := self._held.get(route.entry.rank)) is not None:
+            if (held := self._engines.get(route.entry.rank)) is not None:
                 held.engine = route.engine
-        return super().follow(routes, now)
+        return super().queries_due(routes, now)
 
 
 # -- the engine: KV blocks of others --------------------------------------------------------------

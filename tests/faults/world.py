@@ -502,8 +502,8 @@ class World:
             rank, incarnation = route.engine
             assert incarnation == self.engines[rank].incarnation, f"{front.name}: old {rank}"
         if router.index is not None:
-            assert sorted(router.index._held) == ranks, f"{front.name} follows other engines"
-            for rank, held in router.index._held.items():
+            assert sorted(router.index._engines) == ranks, f"{front.name} follows other engines"
+            for rank, held in router.index._engines.items():
                 told = self.engines[rank].core._scheduler.blocks_since(ALL_BLOCKS)
                 assert told is not None
                 there = set(array("Q", told.stored))

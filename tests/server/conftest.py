@@ -49,7 +49,7 @@ from server.helper_process import HelperProcess
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
 from server.router.generation_client import KvOffer, NoEngineAvailable
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -118,7 +118,7 @@ class FakeStream(RequestStream):
     """A token stream fed by its test or by the client's script."""
 
     def __init__(
-        self, message: AddRequest, id_: int, pinned_rank: int | None, unread: Unread | None
+        self, message: AddRequest, id_: int, pinned_rank: int | None, unread: UnreadOutputs | None
     ) -> None:
         message = msgspec.structs.replace(message, id=id_)
         super().__init__(message, lambda _: self.closed.set(), pinned_rank, unread)
@@ -144,7 +144,7 @@ class FakeStream(RequestStream):
                 continue
             if output.timing is not None:
                 last = output.finish_reason is not None
-                self.times.said(output.timing, time.monotonic(), last=last)
+                self.times.record_timing(output.timing, time.monotonic(), last=last)
             self.put(output)
 
     def put(self, output: RequestOutput) -> None:
@@ -233,7 +233,7 @@ class FakeGenerationClient:
     async def wait_for_engines(self) -> None:
         await self.engines_came.wait()
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         if not self.ready:
             raise NoEngineAvailable("No engine can serve now; try again.")
 
@@ -241,7 +241,7 @@ class FakeGenerationClient:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable

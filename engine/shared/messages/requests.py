@@ -226,7 +226,7 @@ CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksQuery
 
 
 class RouteTaken(Message, frozen=True):
-    """A front end accepts the connection on which the engine sent `RouteHello.asks`."""
+    """A front end accepts the connection on which the engine sent `RouteHello.wants_reply`."""
 
     session: int
     """Copied from the `RouteHello`."""
@@ -239,13 +239,13 @@ class RouteHello(Message, frozen=True):
     """First message of an engine on a front end's request socket: the route is open.
 
     Repeated as a keep-alive. `session` counts the engine's connections to front ends: a new one
-    means that everything sent on the previous one was dropped. If it `asks`, a front end that can
-    already send requests to the engine answers with `RouteTaken`. An engine that `drains` gets no
-    new requests; it is sent here as well because the coordinator may be unavailable.
+    means that everything sent on the previous one was dropped. If it has `wants_reply`, a front end
+    that can already send requests to the engine answers with `RouteTaken`. An engine that `drains`
+    gets no new requests; it is sent here as well because the coordinator may be unavailable.
     """
 
     rank: int
     incarnation: int
     session: int = 0
-    asks: bool = False
+    wants_reply: bool = False
     drains: bool = False

@@ -66,7 +66,7 @@ class Update:
             ApiError: an engine could not be updated; updated engines were rolled back.
             NoEngineAvailable: no engine is registered.
         """
-        self._client.check_takes_requests()
+        self._client.check_accepts_requests()
         infos = await self._client.call_utility(None, "info", {})
         for info, said in zip(infos, results_of(infos, self._field), strict=True):
             self._updates[info.rank] = int(said["weight_updates"] or 0)

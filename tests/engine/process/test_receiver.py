@@ -112,7 +112,7 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
         sender, greeting = world.receive(world.requests, RouteHello)
         assert isinstance(greeting, RouteHello)
-        asked, session = asked + greeting.asks, greeting.session
+        asked, session = asked + greeting.wants_reply, greeting.session
     assert not world.routed.is_set()
     world.requests.send_multipart([sender, encode(RouteTaken(session))])
     assert world.routed.wait(GUARD)

@@ -160,7 +160,7 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, status))
     register, *others = joined.handle(WantNothingNew(), 0.62)
     assert register == Register(Draining("engine", RANK, INCARNATION, status))
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True, drains=True)) in others
+    assert Greet(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True, drains=True)) in others
     assert joined.handle(Leave(), 0.63) == [
         Register(Goodbye("engine", RANK, INCARNATION)),
         Close(),
@@ -169,7 +169,7 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
 
 def test_an_engine_is_announced_once_its_front_ends_route_to_it(joined: Reception) -> None:
     asking = joined.handle(Serve(SETUP), 1.0)
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True)) in asking
+    assert Greet(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True)) in asking
     assert joined.handle(RouteTaken(session=1), 1.01) == [Announce([])]
     assert Announce([]) not in joined.handle(Tick(), 1.1), "it is said once"
 

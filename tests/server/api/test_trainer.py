@@ -31,7 +31,7 @@ class Engines:
         self.calls: list[str] = []
         self._failing = failing
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         pass
 
     async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:

@@ -34,7 +34,7 @@ class Engines:
         entries = [EngineEntry(rank, 1, True, "", 0, None, None) for rank in range(3)]
         self.view = ClusterView(1, 1, 0, True, entries, 1)
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         pass
 
     async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:

@@ -54,7 +54,7 @@ def hear(
 ) -> bool:  # fmt: skip
     """Greet from an engine, on the socket named after its incarnation."""
     hello = RouteHello(rank, incarnation, session, drains=drains)
-    return members.heard(b"%d" % incarnation, hello, now)
+    return members.hello_received(b"%d" % incarnation, hello, now)
 
 
 def members_of(*incarnations: int, front_end: int = MY_INCARNATION) -> Members:

@@ -15,7 +15,7 @@ from engine.shared.messages import (
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Count, Deliver, Notify, Send, Tell, Woken
+from server.router.events import Count, Deliver, Notify, Send, SendIfReachable, Woken
 from server.router.request import RoutedRequest
 from server.router.route import Engine
 from server.router.routing import LeastLoaded, PrefixAware
@@ -90,7 +90,7 @@ def test_what_was_not_sent_is_on_no_engine_and_counts_nowhere() -> None:
     send = played.sent(request)
     assert isinstance(send.message, AddRequest)
     assert request.suspicion.tried_on == (0, 10)
-    assert played.delivery.not_sent(send.message, (0, 10)) is request
+    assert played.delivery.send_failed(send.message, (0, 10)) is request
     assert request.engine is None
     assert not request.suspicion.tried_on
     assert played.known.requests() == [0]
@@ -121,7 +121,7 @@ def test_an_engine_is_told_to_drop_what_has_moved_on_but_not_what_has_ended() ->
     played = Played(10)
     stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
     message = StepOutputs(stats(0, 10, 1), stale)
-    assert played.delivery.outputs(message, 0, 1.0) == [Tell(b"10", AbortRequests([1]))]
+    assert played.delivery.outputs(message, 0, 1.0) == [SendIfReachable(b"10", AbortRequests([1]))]
     assert played.delivery.outputs(message, -1, 1.0) == []
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
     played.sent(request)
     assert played.delivery.abort([request.id], None) == []
     assert played.delivery.abort([request.id], (0, 9)) == []
-    played.known.members.out_of_reach(0, 10)
+    played.known.members.mark_unreachable(0, 10)
     assert played.delivery.abort([request.id], (0, 10)) == []
-    left = [Tell(b"10", AbortRequests([request.id]))]
+    left = [SendIfReachable(b"10", AbortRequests([request.id]))]
     assert played.delivery.leave(request) == left, "it may hear again"

@@ -227,7 +227,7 @@ async def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one
         w.publish(first)
         await until_async(lambda: w.num_open == 1, "one is open")
         assert not w.client.ready
-        w.client.check_takes_requests()
+        w.client.check_accepts_requests()
         w.publish(first, second)
         await until_async(lambda: w.client.ready, "it is ready")
         w.publish(second)
@@ -300,7 +300,7 @@ async def test_a_request_that_was_held_for_too_long_is_refused_and_others_at_onc
         await until_async(lambda: w.counts.held == 1, "it is held")
         await w.client.wait_for_engines()
         with pytest.raises(NoEngineAvailable):
-            w.client.check_takes_requests()
+            w.client.check_accepts_requests()
         with pytest.raises(NoEngineAvailable, match="No engine came within 2 s"):
             await first
 
@@ -318,7 +318,7 @@ async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Pa
             stream.close()
             assert isinstance(await engines[stream.request.rank].receive(), AbortRequests)
         assert not w.router.delivery.in_flight
-        for ask in (w.client.check_takes_requests, lambda: w.submit("r", [1], GREEDY)):
+        for ask in (w.client.check_accepts_requests, lambda: w.submit("r", [1], GREEDY)):
             with pytest.raises(NoEngineAvailable, match="shutting down"):
                 ask()
 
@@ -512,15 +512,15 @@ async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
 async def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engine = w.engine(0, 10)
-        engine.requests.send(encode(RouteHello(0, 10, 1, asks=True)))
+        engine.requests.send(encode(RouteHello(0, 10, 1, wants_reply=True)))
         await until_async(
             lambda: w.router.members.last_identity((0, 10)) is not None, "it is heard"
         )
         assert engine.silent(), "the coordinator has not listed it"
         w.publish(engine)
         assert engine.silent(), "it does not ask all the time"
-        engine.requests.send(encode(RouteHello(0, 9, 1, asks=True)))
-        engine.requests.send(encode(RouteHello(0, 10, 4, asks=True)))
+        engine.requests.send(encode(RouteHello(0, 9, 1, wants_reply=True)))
+        engine.requests.send(encode(RouteHello(0, 10, 4, wants_reply=True)))
         async with asyncio.timeout(GUARD):
             while not engine.requests.poll(0):
                 await asyncio.sleep(0)

@@ -47,9 +47,9 @@ def test_an_engine_that_left_is_lost_with_its_incarnation() -> None:
 
 def test_a_view_that_is_not_newer_is_no_news_but_for_another_coordinator() -> None:
     members = members_of(10)
-    assert not members.is_news(view(1))
-    assert members.is_news(view(2))
-    assert members.is_news(view(1, epoch=2))
+    assert not members.is_newer(view(1))
+    assert members.is_newer(view(2))
+    assert members.is_newer(view(1, epoch=2))
 
 
 def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() -> None:
@@ -86,9 +86,9 @@ def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
 
 def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> None:
     members = members_of(10)
-    assert members.out_of_reach(0, 9) == []
-    assert members.out_of_reach(0, 10) == [EngineLost(0, 10)]
-    assert members.out_of_reach(0, 10) == []
+    assert members.mark_unreachable(0, 9) == []
+    assert members.mark_unreachable(0, 10) == [EngineLost(0, 10)]
+    assert members.mark_unreachable(0, 10) == []
     assert not members.has_engines
     assert members.last_identity((0, 10)) == b"10"
     hear(members, 0, 10)
@@ -216,17 +216,17 @@ def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
 def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> None:
     members = members_of(10, 11)
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
-        assert members.unheard(now) == []
+        assert members.find_silent(now) == []
         hear(members, 1, 11, now=now)
-    assert members.unheard(6.0) == [EngineLost(0, 10, was_silent=True)]
+    assert members.find_silent(6.0) == [EngineLost(0, 10, was_silent=True)]
     assert open_ranks(members) == [1]
-    assert members.unheard(6.5) == []
+    assert members.find_silent(6.5) == []
     hear(members, 0, 10, now=7.0)
     assert open_ranks(members) == [0, 1]
 
 
 def test_a_front_end_that_was_held_up_itself_takes_nobody_for_silent() -> None:
     members = members_of(10)
-    members.unheard(1.0)
-    assert members.unheard(30.0) == []
-    assert members.unheard(31.0) == []
+    members.find_silent(1.0)
+    assert members.find_silent(30.0) == []
+    assert members.find_silent(31.0) == []

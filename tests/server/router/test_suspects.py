@@ -3,7 +3,7 @@
 import pytest
 
 from engine.shared.messages import RequestOutput
-from server.router.failover import CONVICTING_DEATHS, MAX_TRIES, STEPS_ALONE
+from server.router.failover import CONVICTING_DEATHS, EXCLUSIVE_STEPS, MAX_TRIES
 from server.router.generation_client import KillsEngines
 from server.router.token_stream import RequestStream
 from tests.server.router.played_cluster import Cluster, Played, error_of
@@ -58,7 +58,7 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
-    assert engine.held[id_].alone == STEPS_ALONE
+    assert engine.held[id_].alone == EXCLUSIVE_STEPS
     cluster.tell(engine, alone=id_)
     cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
     assert not stream.request.suspicion.died_on
@@ -82,7 +82,7 @@ def test_somebody_who_kills_an_engine_does_not_convict_the_request_that_ran_ther
     cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
     assert cluster.runs(stream) is engine
     assert not stream.request.message.alone
-    assert not stream.request.suspicion.deaths_alone, "it starts anew"
+    assert not stream.request.suspicion.exclusive_deaths, "it starts anew"
 
 
 def test_suspects_are_tried_one_at_a_time() -> None:
@@ -223,7 +223,12 @@ def test_who_is_suspected_again_runs_alone_for_longer() -> None:
             for rank in (0, 1):
                 if rank not in cluster.engines:
                     cluster.start(rank)
-    assert steps == [STEPS_ALONE, 4 * STEPS_ALONE, 16 * STEPS_ALONE, 16 * STEPS_ALONE]
+    assert steps == [
+        EXCLUSIVE_STEPS,
+        4 * EXCLUSIVE_STEPS,
+        16 * EXCLUSIVE_STEPS,
+        16 * EXCLUSIVE_STEPS,
+    ]
 
 
 def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
