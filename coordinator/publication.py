@@ -146,7 +146,7 @@ def _differ_in_load_only(before: EngineStats, stats: EngineStats) -> bool:
         and before.wave_running == stats.wave_running
         and before.hold_epoch == stats.hold_epoch
         and before.halted == stats.halted
-        and before.alone == stats.alone
+        and before.exclusive_request == stats.exclusive_request
         and before.hands_over == stats.hands_over
         and before.sleep_level == stats.sleep_level
         and before.weight_version == stats.weight_version

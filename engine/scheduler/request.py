@@ -204,7 +204,7 @@ def request_from_message(
             offered=message.offers_blocks,
         ),
         kv_source=message.kv_source,
-        steps_alone=message.alone,
+        steps_alone=message.exclusive_steps,
         queued_tokens=len(token_ids),
         queued_at=now,
     )

@@ -104,7 +104,7 @@ class Delivery:
         self._loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
         request.times.sent(rank, now)
-        if message.alone:
+        if message.exclusive_steps:
             request.suspicion.tried_on = request.engine
         actions: list[Action] = [Send(route.identity, rank, incarnation, message, choice.reason)]
         if images := message.encoder_inputs:

@@ -82,7 +82,7 @@ class Probation:
         request = next((each for each in self.suspects if not each.suspicion.in_doubt), None)
         if request is not None:
             steps = EXCLUSIVE_STEPS * STEPS_GROWTH ** min(request.suspicion.clearances, 2)
-            request.message = msgspec.structs.replace(request.message, alone=steps)
+            request.message = msgspec.structs.replace(request.message, exclusive_steps=steps)
             request.suspicion.exclusive_on = None
             self.on_trial = request
         return request
@@ -100,7 +100,7 @@ class Probation:
         engine = (stats.rank, stats.incarnation)
         if request is None or request.engine != engine:
             return
-        if stats.alone == request.id:
+        if stats.exclusive_request == request.id:
             request.suspicion.exclusive_on = engine
         elif request.suspicion.exclusive_on == engine:
             self._acquit(request)
@@ -120,7 +120,7 @@ class Probation:
 
     def _acquit(self, request: RoutedRequest) -> None:
         self.drop(request)
-        request.message = msgspec.structs.replace(request.message, alone=0)
+        request.message = msgspec.structs.replace(request.message, exclusive_steps=0)
 
     def drop(self, request: RoutedRequest) -> None:
         """Remove a request that has ended or is no longer a suspect."""
@@ -264,7 +264,7 @@ class Failover:
         actions: list[Action] = []
         for request in running:
             actions += self._delivery.leave(request)
-            if lost.alone == request.id:
+            if lost.exclusive_request == request.id:
                 request.suspicion.exclusive_on = engine
             request.suspicion.left(engine, was_silent=lost.was_silent)
             actions += self._move(request, now)
@@ -281,7 +281,9 @@ class Failover:
             ran_there, suspicion = request.engine == engine, request.suspicion
             if not ran_there and not suspicion.left_on(engine):
                 continue
-            ran_exclusively = suspicion.exclusive_on == engine or lost.alone == request.id
+            ran_exclusively = (
+                suspicion.exclusive_on == engine or lost.exclusive_request == request.id
+            )
             if ran_exclusively and not lost.was_silent:
                 suspicion.exclusive_deaths += 1
                 if suspicion.exclusive_deaths >= CONVICTING_DEATHS:
@@ -289,7 +291,7 @@ class Failover:
                     self.probation.convicted(request, self._delivery.in_flight.values())
                     actions += self._kills_engines(request)
                     continue
-            if lost.alone and not ran_exclusively and not lost.was_silent:
+            if lost.exclusive_request and not ran_exclusively and not lost.was_silent:
                 suspicion.clear_doubt(engine)
             else:
                 suspicion.ended(engine, was_silent=lost.was_silent)

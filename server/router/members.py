@@ -23,7 +23,7 @@ class EngineLost:
     incarnation: int
     was_silent: bool = False
     """It was silent before; it may come back, and no crash was seen."""
-    alone: int = 0
+    exclusive_request: int = 0
     """Id of the request that it ran alone, the only possible culprit; 0 if none."""
 
     @property
@@ -137,7 +137,7 @@ class Members:
             if route is not None:
                 self._departed[rank] = route
                 was_silent = now - route.last_hello_at > self._grace / 2
-                lost.append(EngineLost(*route.engine, was_silent, route.alone))
+                lost.append(EngineLost(*route.engine, was_silent, route.exclusive_request))
         return lost
 
     def find_silent(self, now: float) -> list[EngineLost]:
@@ -152,7 +152,12 @@ class Members:
             if route.identity is not None and now - route.last_hello_at > self._grace
         ]
         return [
-            EngineLost(lost.rank, lost.incarnation, was_silent=True, alone=lost.alone)
+            EngineLost(
+                lost.rank,
+                lost.incarnation,
+                was_silent=True,
+                exclusive_request=lost.exclusive_request,
+            )
             for each in silent
             for lost in self.mark_unreachable(*each)
         ]
@@ -194,7 +199,7 @@ class Members:
         if route is None or route.identity is None:
             return []
         route.identity = None
-        return [EngineLost(rank, incarnation, alone=route.alone)]
+        return [EngineLost(rank, incarnation, exclusive_request=route.exclusive_request)]
 
     def died(self, rank: int, incarnation: int) -> list[EngineLost]:
         """Remove an engine that is known to be dead before the coordinator reports it."""
@@ -205,7 +210,7 @@ class Members:
         # next snapshot does not re-add it as new.
         del self.routes[rank]
         self._hellos.pop((rank, incarnation), None)
-        return [EngineLost(rank, incarnation, alone=route.alone)]
+        return [EngineLost(rank, incarnation, exclusive_request=route.exclusive_request)]
 
     # -- queries ---------------------------------------------------------------------------------
 

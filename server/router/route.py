@@ -87,10 +87,10 @@ class Route:
         return self.is_open and stats is not None and stats.hands_over
 
     @property
-    def alone(self) -> int:
+    def exclusive_request(self) -> int:
         """Id of the request that it runs alone; 0 if none."""
         stats = self.stats
-        return 0 if stats is None else stats.alone
+        return 0 if stats is None else stats.exclusive_request
 
     @property
     def is_idle(self) -> bool:

@@ -56,7 +56,7 @@ class Split:
         if (
             answers.kv_role not in ("decode", "both")
             or uncached < self._min_tokens
-            or message.alone
+            or message.exclusive_steps
             or message.offers_blocks
             or message.kv_source is not None
             or message.pooling is not None

@@ -99,7 +99,7 @@ def test_what_a_front_end_has_sent_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     "news",
     [
-        {"halted": True}, {"alone": 7}, {"hands_over": True}, {"weight_version": "400"},
+        {"halted": True}, {"exclusive_request": 7}, {"hands_over": True}, {"weight_version": "400"},
         {"sleep_level": 1}, {"topology": 2}, {"received": []},
         {"received": [Received(0, 71, 0, 0, 1)]},
     ],

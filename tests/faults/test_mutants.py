@@ -164,7 +164,7 @@ class TriesInCompany(EngineCore):
 
     def handle(self, message: CoreEvent) -> None:
         if isinstance(message, AddRequest):
-            message = msgspec.structs.replace(message, alone=0)
+            message = msgspec.structs.replace(message, exclusive_steps=0)
         super().handle(message)
 
 

@@ -394,10 +394,10 @@ class World:
 
     def assigned(self, request: AddRequest, engine: Engine) -> None:
         """Record that a request was sent to an engine."""
-        name, how = request.request_id, " to run alone" if request.alone else ""
+        name, how = request.request_id, " to run alone" if request.exclusive_steps else ""
         self._tell("%s to %s (%d)%s", name, engine.name, engine.incarnation, how)
         assert self._pins[name] in (None, engine.rank), f"{name} is sent to {engine.name}"
-        if request.alone:
+        if request.exclusive_steps:
             deaths = len(self._assigned[name] & self.troubled)
             assert deaths > self.plan.max_resumes, f"{name} was suspected after {deaths} deaths"
         self._assigned[name].add(engine.incarnation)

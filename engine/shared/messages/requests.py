@@ -168,7 +168,7 @@ class AddRequest(Message, frozen=True):
     cache_root: bytes = b""
     """Root of its chain of KV block names (`ROOT_SIZE` bytes): only requests with the same root
     share prefixes. Empty: the default root."""
-    alone: int = 0
+    exclusive_steps: int = 0
     """Number of its own steps that have to succeed before other requests are batched with it, as it
     is suspected of killing engines. 0: an ordinary request."""
     group: int = 0

@@ -377,12 +377,12 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
     exchanges = core.steps.joined_group(2)
     other = RankState(2, 1, 16, 20, decodes=2, ready_prefill_tokens=16, ready_prefills=1)
     core.handle(request(1, max_tokens=30))
-    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), alone=4))
+    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), exclusive_steps=4))
     alone = []
     for number in range(300):
         if not core.needs_steps:
             break
-        said = core.stats().alone
+        said = core.stats().exclusive_request
         try:
             own = core.steps.rank_state(1000)
             # A gather contains the loads of all ranks, even if the policy ignores them.

@@ -102,7 +102,7 @@ def engine() -> Engine:
 
 def request(id: int, *, max_tokens: int = 1, alone: int = 0) -> AddRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, alone=alone)
+    return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, exclusive_steps=alone)
 
 
 def test_an_engine_without_work_tells_its_stats_now_and_then(engine: Engine) -> None:

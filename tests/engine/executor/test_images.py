@@ -132,7 +132,7 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
 ) -> None:
     model = checkpoint(name)
     asked = [show(id, text(6), shown, text(20), name=name) for id, shown in enumerate((3, 3, 6), 1)]
-    one_by_one = [replace(each, alone=1000) for each in asked]
+    one_by_one = [replace(each, exclusive_steps=1000) for each in asked]
     answers, stats = serve(model.directory, one_by_one, dtype="float32")
     check(model, asked, answers)
     length = len(asked[0].prompt_token_ids)

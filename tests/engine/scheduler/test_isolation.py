@@ -15,7 +15,9 @@ STEPS = 3
 def add_suspect(rig: Any, id: int, length: int = 5, **arguments: Any) -> RequestOutput | None:
     message = rig.describe(id, list(range(500, 500 + length)), **arguments)
     rig.tokens[id] = []
-    answer: RequestOutput | None = rig.scheduler.add(msgspec.structs.replace(message, alone=STEPS))
+    answer: RequestOutput | None = rig.scheduler.add(
+        msgspec.structs.replace(message, exclusive_steps=STEPS)
+    )
     return answer
 
 

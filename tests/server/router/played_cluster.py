@@ -54,7 +54,7 @@ class Played:
     @property
     def alone(self) -> list[AddRequest]:
         """Requests that it must run exclusively and has not started."""
-        return [r for r in self.held.values() if r.alone and r.id not in self.begun]
+        return [r for r in self.held.values() if r.exclusive_steps and r.id not in self.begun]
 
     def stats(self) -> EngineStats:
         self.version += 1
@@ -137,7 +137,7 @@ class Cluster:
     def tell(self, engine: Played, *outputs: RequestOutput, **flags: Any) -> None:
         """Send outputs from an engine, with stats that include `flags` from now on."""
         engine.flags |= flags
-        engine.begun.add(flags.get("alone", 0))
+        engine.begun.add(flags.get("exclusive_request", 0))
         engine.outputs += 1
         for output in outputs:
             if output.finish_reason is not None:

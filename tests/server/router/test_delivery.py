@@ -86,7 +86,7 @@ def test_scores_of_the_prompt_are_asked_for_once() -> None:
 
 def test_what_was_not_sent_is_on_no_engine_and_counts_nowhere() -> None:
     played = Played(10)
-    request = played.request(alone=8)
+    request = played.request(exclusive_steps=8)
     send = played.sent(request)
     assert isinstance(send.message, AddRequest)
     assert request.suspicion.tried_on == (0, 10)

@@ -99,7 +99,7 @@ class PlayedEngine:
         stats = EngineStats(
             rank=self.rank, incarnation=self.incarnation, version=self._version, wave=0, step=0,
             waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
-            alone=alone,
+            exclusive_request=alone,
         )  # fmt: skip
         self.outputs.send(encode(StepOutputs(stats, list(outputs))))
 

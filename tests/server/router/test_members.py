@@ -97,8 +97,8 @@ def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> No
 
 def test_a_loss_says_which_request_ran_alone_there() -> None:
     members = members_of(10)
-    take_stats(members, msgspec.structs.replace(stats(0, 10, 1), alone=7))
-    assert members.died(0, 10) == [EngineLost(0, 10, alone=7)]
+    take_stats(members, msgspec.structs.replace(stats(0, 10, 1), exclusive_request=7))
+    assert members.died(0, 10) == [EngineLost(0, 10, exclusive_request=7)]
 
 
 def test_another_connection_of_the_same_process_is_told_apart() -> None:

@@ -93,7 +93,7 @@ def test_engines_are_looked_through_only_where_some_compute_prompts(
     [
         {"prompt": LONG[: MIN_TOKENS - 1]},
         {"prompt": LONG, "pooling": PoolingParams()},
-        {"prompt": LONG, "alone": 3},
+        {"prompt": LONG, "exclusive_steps": 3},
         {"prompt": LONG, "sampling": replace(GREEDY, prompt_logprobs=1)},
     ],
     ids=["short", "pooling", "suspect", "scored prompt"],
@@ -255,7 +255,11 @@ def test_whoever_dies_whenever_all_answers_are_whole(seed: int) -> None:
                 told = len(stream.request.output_token_ids)
                 last = told + 1 == len(ANSWER)
                 output = RequestOutput(stream.id, ANSWER[told : told + 1], "stop" if last else None)
-                flags = {"alone": stream.id} if message.alone else {"alone": 0}
+                flags = (
+                    {"exclusive_request": stream.id}
+                    if message.exclusive_steps
+                    else {"exclusive_request": 0}
+                )
                 cluster.tell(engine, output, **flags)
     for stream in streams:
         assert stream.finished
