@@ -38,9 +38,9 @@ def script(commands: Commands, shell: str) -> str:
             action.help = None if action.help is None else action.help.split("; ")[0]
             if action.help is not None:  # only the first clause, for zsh and fish
                 action.help = action.help.split(": ")[0].rstrip(".")
-            place = _place(setting)
-            if place is not None:
-                action.complete = getattr(shtab, place)
+            complete = _place(setting)
+            if complete is not None:
+                action.complete = getattr(shtab, complete)
     return str(shtab.complete(parser, shell))
 
 

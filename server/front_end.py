@@ -41,7 +41,7 @@ from engine.shared.transport import (
     bound_address,
     make_context,
 )
-from server.access.admission import SAY_INTERVAL, TenantsElsewhere
+from server.access.admission import REPORT_INTERVAL, TenantsElsewhere
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
 from server.answer.formats import BadFormats
@@ -240,16 +240,16 @@ class FrontEnd:
         metrics: FrontEndMetrics,
     ) -> Iterator[Coroutine[Any, Any, None]]:
         yield _every(MAINTENANCE_INTERVAL, self._transport.maintain)
-        yield self._turn(metrics)
+        yield self._beat(metrics)
         if store is not None and self._config.store.response_store == "node":
             yield _every(MAINTENANCE_INTERVAL, store.maintain)
         if elsewhere is not None:
-            yield _every(SAY_INTERVAL, partial(_tell_of_tenants, elsewhere, link))
+            yield _every(REPORT_INTERVAL, partial(_report_tenants, elsewhere, link))
         interval = self._config.http.log_stats_interval
         if interval and not self._launch.place:
             yield log_stats(client, interval)
 
-    async def _turn(self, metrics: FrontEndMetrics) -> None:
+    async def _beat(self, metrics: FrontEndMetrics) -> None:
         while True:
             self._lifeline.heartbeat()
             due = time.monotonic() + CHILD_HEARTBEAT_INTERVAL
@@ -408,7 +408,7 @@ class FrontEnd:
             raise JoinRefused(link.replaced.result())
 
 
-def _tell_of_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
+def _report_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
     notice = elsewhere.notice(time.monotonic())
     if notice is not None:
         link.notify(notice)

@@ -86,12 +86,12 @@ class LocalEngine:
             reason = f"The engine failed: {type(error).__name__}: {error}"
         finally:
             self._executor.shutdown()
-        self._tell(lambda: self._ended(reason))
+        self._call_on_loop(lambda: self._ended(reason))
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_on_loop(self, function: Callable[[], None]) -> None:
         """Run a function on the event loop, unless the loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
@@ -106,14 +106,14 @@ class LocalEngine:
     def say(self, step: CoreStep) -> None:
         """Pass the outputs of a step to the event loop."""
         if step.outputs or step.utility_results:
-            self._tell(lambda: self._said(step))
+            self._call_on_loop(lambda: self._deliver(step))
 
     def report(self, report: EngineReport) -> None:
         """Do nothing: there is no coordinator."""
 
     # -- callbacks on the event loop -------------------------------------------------------------
 
-    def _said(self, step: CoreStep) -> None:
+    def _deliver(self, step: CoreStep) -> None:
         now = time.monotonic()
         for output in step.outputs.get(_FRONT_END, ()):
             stream = self._streams.get(output.id)

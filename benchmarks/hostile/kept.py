@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.hostile.operations import Ask
-from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
+from server.limits import MAX_ADDED_ITEMS, MAX_MESSAGES, MAX_STORED_LENGTH
 
 _TURN = {"role": "user", "content": ""}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}
@@ -48,7 +48,7 @@ def _conversation(ask: Ask, text: str) -> str:
     """Fill a conversation with turns; return its id."""
     name: str = ask("/v1/conversations", {})["id"]
     turns = [{**_TURN, "content": text}] * MAX_ADDED_ITEMS
-    number = min(MAX_MESSAGES, MAX_KEPT_LENGTH // (len(text) + _ITEM_BYTES) - 1)
+    number = min(MAX_MESSAGES, MAX_STORED_LENGTH // (len(text) + _ITEM_BYTES) - 1)
     for _ in range(number // MAX_ADDED_ITEMS):
         ask(f"/v1/conversations/{name}/items", {"items": turns})
     return name

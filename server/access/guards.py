@@ -69,9 +69,9 @@ class Keys:
             owner = f"key-{self._digests[-1].hex()[:12]}"
             owners.append((owner, f"key-{number}") if name is None else (name, None))
         # Independent of the order of the keys, because all front ends need the same places.
-        place_of = {name: place for place, name in enumerate(sorted({name for name, _ in owners}))}
-        self._owners = [named_tenant(name, place_of[name], shown) for name, shown in owners]
-        self.num_tenants = len(place_of)
+        slot_of = {name: slot for slot, name in enumerate(sorted({name for name, _ in owners}))}
+        self._owners = [named_tenant(name, slot_of[name], shown) for name, shown in owners]
+        self.num_tenants = len(slot_of)
         """Number of distinct owners."""
         self.are_asked_for = bool(owners)
         """Whether requests need a key; stays true if all keys are removed later."""

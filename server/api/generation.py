@@ -129,7 +129,7 @@ class Generation(Response, Generic[B]):
         """Return the completed request, with a queue place that the call holds."""
         call, services, body = self._call, self._services, self._body
         call.request_id = body.request_id or call.request_id
-        model, adapter = services.asked_model(body.model)
+        model, adapter = services.requested_model(body.model)
         if adapter:
             services.client.adapters.lease(adapter)
             call.on_release.append(partial(services.client.adapters.release, adapter))
@@ -239,7 +239,7 @@ def admit(
     services.client.check_accepts_requests()
     tokens = copies * max(0, len(call.content) - image_bytes) // BYTES_PER_TOKEN
     call.reservation = services.admission.reserve(
-        prompts * copies, tokens, call.arrived, call.tenant.place, call.tenant.id
+        prompts * copies, tokens, call.arrived, call.tenant.slot, call.tenant.id
     )
     return tenancy.cache_root(call.tenant, fields.cache_salt)
 

@@ -82,30 +82,30 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         except NoEngineAvailable:
             return None
 
-    def asked_model(self, asked: str | None) -> tuple[str, str]:
+    def requested_model(self, name: str | None) -> tuple[str, str]:
         """Return the name to answer with, and the version of the adapter it names, if any.
 
         Raises:
             ApiError: 404, no served model or adapter has that name.
         """
-        if asked is None or asked in self.names:
-            return asked or self.names[0], ""
-        version = self.client.adapters.version(asked)
+        if name is None or name in self.names:
+            return name or self.names[0], ""
+        version = self.client.adapters.version(name)
         if version is None:
-            raise model_not_found(asked, self.own_models)
-        return asked, version
+            raise model_not_found(name, self.own_models)
+        return name, version
 
-    def model_name(self, asked: str | None) -> str:
+    def model_name(self, name: str | None) -> str:
         """Return the name to answer with, for endpoints that do not serve adapters.
 
         Raises:
             ApiError: 404, no served model has that name.
         """
-        if asked is None:
+        if name is None:
             return self.names[0]
-        if asked not in self.names:
-            raise model_not_found(asked, self.names)
-        return asked
+        if name not in self.names:
+            raise model_not_found(name, self.names)
+        return name
 
 
 def make_services(

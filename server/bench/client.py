@@ -64,10 +64,12 @@ class Choice(msgspec.Struct):
     @property
     def shows_output(self) -> bool:
         """Whether it has visible output, not only a role or a finish reason."""
-        said = self.delta or self.message
-        if said is None:
+        message = self.delta or self.message
+        if message is None:
             return bool(self.text)
-        return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
+        return bool(
+            message.content or message.reasoning_content or message.reasoning or message.tool_calls
+        )
 
 
 class Usage(msgspec.Struct):

@@ -128,7 +128,7 @@ async def _random_prompts(
     if not as_text:
         return drawn
     generator = random.Random(workload.seed)
-    made = []
+    prompts = []
     for prompt in drawn:
         assert isinstance(prompt.content, list)
         wanted = len(prompt.content)
@@ -139,8 +139,8 @@ async def _random_prompts(
                 break
             missing = max(0, wanted - len(found))
             text = await tokens.decode(found[:wanted] + generator.choices(pool, k=missing))
-        made.append(Prompt(text, prompt.output_tokens))
-    return made
+        prompts.append(Prompt(text, prompt.output_tokens))
+    return prompts
 
 
 def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
@@ -157,13 +157,13 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
         try:
             fields = json.loads(line)
             content = fields["prompt"]
-            wanted = int(fields.get("output_tokens", output_tokens))
+            num_output_tokens = int(fields.get("output_tokens", output_tokens))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f'{path}:{number}: expected {{"prompt": ...}}') from error
         is_ids = isinstance(content, list) and all(isinstance(each, int) for each in content)
-        if not (isinstance(content, str) or is_ids) or wanted < 1:
+        if not (isinstance(content, str) or is_ids) or num_output_tokens < 1:
             raise BenchError(f"{path}:{number}: prompt must be a text or token ids")
-        prompts.append(Prompt(content, wanted))
+        prompts.append(Prompt(content, num_output_tokens))
     return prompts
 
 
@@ -186,8 +186,8 @@ async def conversation_prompts(
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list):
             continue
-        said = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        texts = [text for text in said if isinstance(text, str) and text]
+        values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        texts = [text for text in values if isinstance(text, str) and text]
         if len(texts) == 2:
             pairs.append((texts[0], texts[1]))
     random.Random(workload.seed).shuffle(pairs)
@@ -255,9 +255,9 @@ def request_bodies(
         common |= {"stream": True, "stream_options": {"include_usage": True}}
     extra, bodies = workload.extra_fields(), []
     for prompt in prompts:
-        asked: dict[str, Any] = {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
+        body: dict[str, Any] = {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
         if chat:
             messages = [{"role": "user", "content": prompt.content}]
-            asked = {"messages": messages, "max_completion_tokens": prompt.output_tokens}
-        bodies.append(msgspec.json.encode(common | asked | extra))
+            body = {"messages": messages, "max_completion_tokens": prompt.output_tokens}
+        bodies.append(msgspec.json.encode(common | body | extra))
     return bodies

@@ -84,7 +84,7 @@ class Call(Request):
         """Queue reservation, released when the call ends."""
         self.on_release: list[Callable[[], None]] = []
         """Functions that release other resources of the call, called when it ends."""
-        self._kept_bytes = 0
+        self._counted_bytes = 0
         """Bytes of the body that stay counted until the call ends."""
         self._answer = send
         self._content_type = b"application/json"
@@ -144,7 +144,7 @@ class Call(Request):
             )
         self.content = await self._read()
         try:
-            self._kept_bytes = self.limits.budget.keep(len(self.content))
+            self._counted_bytes = self.limits.budget.keep(len(self.content))
         except NoRoomForBody:
             self.content = b""
             raise unavailable(
@@ -168,7 +168,7 @@ class Call(Request):
         other = Call(scope, receive, send, self.limits)
         other.has_client = False
         other.content, other.request_id = self.content, self.request_id
-        other._kept_bytes, self._kept_bytes = self._kept_bytes, 0
+        other._counted_bytes, self._counted_bytes = self._counted_bytes, 0
         return other
 
     def release(self) -> None:
@@ -182,7 +182,7 @@ class Call(Request):
     def forget_body(self) -> None:
         """Free the body, which is not needed any more; idempotent."""
         self.content = b""
-        size, self._kept_bytes = self._kept_bytes, 0
+        size, self._counted_bytes = self._counted_bytes, 0
         self.limits.budget.drop(size)
 
     async def _read(self) -> bytes:

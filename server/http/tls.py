@@ -10,7 +10,7 @@ import ssl
 import uvicorn
 
 from engine.shared.watched_file import WatchedFile, any_changed
-from server.http.connection_book import Connection, ConnectionBook, client_of
+from server.http.connection_book import Connection, ConnectionTable, client_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Handshake:
     Like any waiting connection it is closed for new ones if there are too many.
     """
 
-    def __init__(self, book: ConnectionBook[Connection], address: str) -> None:
+    def __init__(self, book: ConnectionTable[Connection], address: str) -> None:
         """Enter the connection in the book.
 
         Raises:

@@ -182,11 +182,11 @@ class SequenceMetrics:
 
     def of_engine(self, rank: int) -> EngineSeries:
         """Return the series of an engine, creating them on first use."""
-        place = min(rank, self._limit)
-        known = self._series.get(place)
+        slot = min(rank, self._limit)
+        known = self._series.get(slot)
         if known is None:
             label = rank if rank < self._limit else OTHERS
-            known = self._series[place] = EngineSeries(self, label)
+            known = self._series[slot] = EngineSeries(self, label)
         return known
 
     def began(self) -> None:

@@ -30,7 +30,7 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
     return certain
 
 
-class Until:
+class MarkerSearch:
     """Finds the first of some markers in text of any length, scanning each piece once."""
 
     def __init__(self, markers: Sequence[str]) -> None:

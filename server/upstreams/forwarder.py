@@ -74,7 +74,7 @@ _SENT_BACK = frozenset(
 )
 
 
-class _Asked(msgspec.Struct):
+class _WithModel(msgspec.Struct):
     model: str = ""
 
 
@@ -119,10 +119,10 @@ class Forwarder:
         if not routes or _came_from_server(call):
             return None
         try:
-            asked = msgspec.json.decode(call.content, type=_Asked).model
+            name = msgspec.json.decode(call.content, type=_WithModel).model
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # errors in the body are reported where it is parsed in full
-        return asked if asked in routes and asked not in here else None
+        return name if name in routes and name not in here else None
 
     async def forward(self, call: Call, model: str) -> None:
         """Answer a call with the response of a model's server.

@@ -239,8 +239,8 @@ class EngineCounters(msgspec.Struct, array_like=True):
         """Count a draft of which the first `tokens` tokens were accepted."""
         self.spec_accepted_tokens += tokens
         self.spec_accepted_at += [0] * (tokens - len(self.spec_accepted_at))
-        for place in range(tokens):
-            self.spec_accepted_at[place] += 1
+        for position in range(tokens):
+            self.spec_accepted_at[position] += 1
 
     def count_step(self, tokens: int) -> None:
         """Count a step that computed or sampled `tokens` tokens."""

@@ -26,7 +26,7 @@ LOAD_TIMEOUT = 1800.0
 HAND_OVER_SECONDS = 10.0
 """Seconds that running requests get to leave an engine before its weights are replaced."""
 
-_LOOK_INTERVAL = 0.05
+_POLL_INTERVAL = 0.05
 
 
 @router.post("/admin/weights", responses=errors(409))
@@ -68,13 +68,13 @@ class Update:
         """
         self._client.check_accepts_requests()
         infos = await self._client.call_utility(None, "info", {})
-        for info, said in zip(infos, results_of(infos, self._field), strict=True):
-            self._updates[info.rank] = int(said["weight_updates"] or 0)
+        for info, state in zip(infos, results_of(infos, self._field), strict=True):
+            self._updates[info.rank] = int(state["weight_updates"] or 0)
         ranks = sorted(self._updates)
         try:
             if rolling:
                 for rank in ranks:
-                    await self._replace_in(rank, alone=len(ranks) == 1)
+                    await self._replace_in(rank, only=len(ranks) == 1)
             else:
                 loads = [self._load(rank, self._source) for rank in ranks]
                 self._take([each for loaded in await asyncio.gather(*loads) for each in loaded])
@@ -90,25 +90,25 @@ class Update:
         logger.info("engines %s use weights %s", ranks, self._source.version)
         return ranks
 
-    async def _replace_in(self, rank: int, *, alone: bool) -> None:
-        """Replace the weights of one engine; if not `alone`, its requests move to others."""
-        info = await self._ask(rank, "info")
-        halts = not alone and not info["is_paused"] and not info["is_sleeping"]
+    async def _replace_in(self, rank: int, *, only: bool) -> None:
+        """Replace the weights of one engine; unless it is the `only` one, its requests move."""
+        info = await self._call(rank, "info")
+        halts = not only and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            await self._ask(rank, "pause", mode="move")
+            await self._call(rank, "pause", mode="move")
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                info = await self._ask(rank, "info")
+                info = await self._call(rank, "info")
                 if not info["running"] and not info["waiting"]:
                     break
-                await asyncio.sleep(_LOOK_INTERVAL)
+                await asyncio.sleep(_POLL_INTERVAL)
             self._take(await self._load(rank, self._source))
         finally:
             if halts:
                 await asyncio.shield(self._client.call_utility(rank, "resume", {}))
 
-    async def _ask(
+    async def _call(
         self, rank: int, name: str, **arguments: UtilityValue
     ) -> dict[str, UtilityValue]:
         answers = await self._client.call_utility(rank, name, arguments)

@@ -46,15 +46,15 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
         match part:
             case ReasoningText(text):
                 begun = isinstance(self._open, schema.ThinkingContent)
-                told = [] if begun else self._switch(schema.ThinkingContent(""))
-                return [*told, self._more(text, schema.MessageThinkingDelta(text))]
+                emitted = [] if begun else self._switch(schema.ThinkingContent(""))
+                return [*emitted, self._more(text, schema.MessageThinkingDelta(text))]
             case ContentText(text):
-                told = (
+                emitted = (
                     []
                     if isinstance(self._open, schema.TextContent)
                     else self._switch(schema.TextContent(""))
                 )
-                return [*told, self._more(text, schema.MessageTextDelta(text))]
+                return [*emitted, self._more(text, schema.MessageTextDelta(text))]
             case CallBegin(_, name):
                 return self._switch(schema.ToolUseContent(self._new_call_id(), name, {}))
             case CallArguments(_, text):
@@ -80,7 +80,7 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
         return [schema.BlockStop(index)]
 
     def _complete(self, usage: Usage) -> list[schema.MessageEvent]:
-        told, message = self._close_item(), self.answer
+        emitted, message = self._close_item(), self.answer
         message.content = self.items
         cached = usage.cached_tokens
         message.usage = schema.MessageUsage(
@@ -99,7 +99,7 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
             message.unreadable_tool_use = [calls[index] for index in unreadable]
         if calls and message.stop_reason == "end_turn":
             message.stop_reason = "tool_use"
-        return told
+        return emitted
 
 
 def _object(text: str) -> msgspec.Raw | dict[str, object]:

@@ -122,22 +122,22 @@ def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
     return per_token
 
 
-def _dimensions(asked: int | None, model: PoolingModel) -> int:
+def _dimensions(requested: int | None, model: PoolingModel) -> int:
     """Return the requested number of embedding dimensions; 0 for all."""
     size, allowed = model.spec.size, model.spec.dimensions
-    if asked is None:
+    if requested is None:
         return model.spec.usual_dimensions
-    if asked == size:
+    if requested == size:
         return 0
     if allowed is None:
         raise invalid_field(
             "dimensions",
             f"this model's embeddings have {size} numbers and were not trained to be cut",
         )
-    if asked > size or (allowed and asked not in allowed):
+    if requested > size or (allowed and requested not in allowed):
         which = ", ".join(map(str, allowed)) if allowed else f"1 to {size}"
         raise invalid_field("dimensions", f"this model's embeddings can have {which} numbers")
-    return asked
+    return requested
 
 
 def _prompt(name: str | None, model: PoolingModel) -> str:

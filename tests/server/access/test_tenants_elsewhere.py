@@ -54,10 +54,8 @@ class Cluster:
             elsewhere=self.elsewhere[index],
         )
 
-    def reserve(
-        self, admission: Admission, place: int, tenant: int, tokens: int = 1
-    ) -> Reservation:
-        return admission.reserve(1, tokens, self.now, place, tenant)
+    def reserve(self, admission: Admission, slot: int, tenant: int, tokens: int = 1) -> Reservation:
+        return admission.reserve(1, tokens, self.now, slot, tenant)
 
 
 def test_a_key_has_one_limit_over_all_nodes() -> None:
@@ -113,7 +111,7 @@ def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_en
 def test_only_what_is_new_is_told_and_no_more_than_a_view_holds() -> None:
     cluster = Cluster(1)
     node, elsewhere = cluster.admission(0, max_sequences_per_key=4), cluster.elsewhere[0]
-    held = [cluster.reserve(node, place, place) for place in range(MAX_TENANTS + 5)]
+    held = [cluster.reserve(node, slot, slot) for slot in range(MAX_TENANTS + 5)]
     held.append(cluster.reserve(node, MAX_TENANTS + 1, MAX_TENANTS + 1))
     notice = elsewhere.notice(cluster.now)
     assert notice is not None

@@ -403,7 +403,7 @@ def test_only_what_was_made_in_the_background_has_events(client: openai.OpenAI) 
 def test_of_too_many_events_the_last_is_kept(
     client: openai.OpenAI, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.api.responses.journal.MAX_KEPT_EVENTS", 10)
+    monkeypatch.setattr("server.api.responses.journal.MAX_STORED_EVENTS", 10)
     told = list(ask(client, "one", background=True, stream=True))
     assert told[-1].type == "response.completed"
     assert told[-1].response.output_text == "hello world"
