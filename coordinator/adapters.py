@@ -141,20 +141,20 @@ class AdapterRegistry:
         before = self.table, len(self._outcomes), len(self._awaited)
         for entry in self.table.entries:
             if entry.state == "loading" and self._engines:
-                self._look_at(entry)
+                self._check_loading(entry)
         known = [self._known.get(front_end) for front_end in self._front_ends]
         # Engines drop entries that no front end has requests for.
-        gone = set()
+        removed = set()
         for entry in self.table.entries:
             since = self._left_at.get(entry.serial, 0)
             if entry.state == "leaving" and not any(
                 each is None or each.revision < since or entry.version in each.versions
                 for each in known
             ):
-                gone.add(entry.serial)
-        if gone:
-            self._change([entry for entry in self.table.entries if entry.serial not in gone])
-            for serial in gone:
+                removed.add(entry.serial)
+        if removed:
+            self._change([entry for entry in self.table.entries if entry.serial not in removed])
+            for serial in removed:
                 self._left_at.pop(serial, None)
         settled = min((-1 if each is None else each.revision for each in known), default=None)
         for ticket, revision in list(self._awaited.items()):
@@ -163,7 +163,7 @@ class AdapterRegistry:
                 self._answer(ticket, 200, "")
         return (self.table, len(self._outcomes), len(self._awaited)) != before
 
-    def _look_at(self, entry: AdapterEntry) -> None:
+    def _check_loading(self, entry: AdapterEntry) -> None:
         """Start serving an entry that all engines have loaded; drop one that any cannot load."""
         found = {engine: self._held.get(engine, {}).get(entry.serial) for engine in self._engines}
         for (rank, _), held in sorted(found.items()):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.batch.batch import RULED_OUT, SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.mask_threads import MAX_SECONDS
-from engine.shared.matchers import leads_nowhere, told_briefly
+from engine.shared.matchers import leads_nowhere, shortened_message
 from engine.shared.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class GrammarFollower:
         a newly compiled grammar, and so do all later requests.
         """
         message = matcher.get_error()
-        reason = f"the output cannot follow its grammar: {told_briefly(message)}"
+        reason = f"the output cannot follow its grammar: {shortened_message(message)}"
         if any(limit in message for limit in _LIMITS):
             self._compiler.forget(self.grammar)
             self.stalled = reason

@@ -73,14 +73,14 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
         os.environ[_THREADS] = before
     gc.freeze()
     lifeline.ready("")
-    descriptors = _fork_when_asked(connection)
+    descriptors = _wait_for_fork_requests(connection)
     connection.close()
     lifeline.close()
     _become(descriptors)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
+def _wait_for_fork_requests(connection: socket.socket) -> Sequence[int]:
     """Fork on request until the socket is closed, then exit; in each fork return its
     descriptors."""
     while True:

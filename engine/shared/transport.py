@@ -263,7 +263,7 @@ class Transport:
         Existing connections survive without the file, but new peers cannot connect. The sockets
         must belong to the calling thread.
         """
-        self._descriptors.look(time.monotonic())
+        self._descriptors.refresh(time.monotonic())
         self._accept_new_keys()
         self._bound = [each for each in self._bound if not each[2].closed]
         for path, address, socket in self._bound:
@@ -306,7 +306,7 @@ class Transport:
         Args:
             largest: as for `bind`.
         """
-        self._descriptors.look(time.monotonic())
+        self._descriptors.refresh(time.monotonic())
         self._accept_new_keys()
         socket = self._socket(kind, address, binder=False, largest=largest)
         if identity is not None:

@@ -150,18 +150,18 @@ class DrainRate:
         """Return the seconds that `count` sequences take at the measured rate, of at least one."""
         if not self._samples:
             return 0.0
-        began, before = self._samples[0]
-        return count * (now - began) / max(1, ended - before)
+        started_at, before = self._samples[0]
+        return count * (now - started_at) / max(1, ended - before)
 
 
 class Reservation:
     """The reservation of one request; `release` must always be called."""
 
-    __slots__ = ("_admission", "_place", "_requests", "_tokens")
+    __slots__ = ("_admission", "_requests", "_slot", "_tokens")
 
     def __init__(self, admission: "Admission", requests: int, tokens: int, slot: int) -> None:
         self._admission = admission
-        self._place = slot
+        self._slot = slot
         self._requests = requests
         self._tokens = tokens
 
@@ -175,9 +175,9 @@ class Reservation:
             return
         more = tokens - self._tokens
         if more > 0:
-            self._admission.grow(more, tokens, now, self._place)
+            self._admission.grow(more, tokens, now, self._slot)
         elif more < 0:
-            self._admission.table.add(0, more, self._place)
+            self._admission.table.add(0, more, self._slot)
         self._tokens = tokens
 
     def computed(self, tokens: int) -> None:
@@ -186,13 +186,13 @@ class Reservation:
             return
         tokens = min(tokens, self._tokens)
         self._tokens -= tokens
-        self._admission.table.add(0, -tokens, self._place)
+        self._admission.table.add(0, -tokens, self._slot)
 
     def release(self) -> None:
         """Release everything; idempotent."""
         requests, tokens = self._requests, self._tokens
         self._requests = self._tokens = 0
-        self._admission.table.end(requests, tokens, self._place)
+        self._admission.table.end(requests, tokens, self._slot)
 
 
 class Admission:
@@ -232,7 +232,7 @@ class Admission:
     ) -> Reservation:
         """Admit a request with `requests` sequences and `tokens` (estimated) prompt tokens.
 
-        `place` is the tenant's place in the table.
+        `slot` is the tenant's slot in the table.
 
         Raises:
             Overloaded: they do not fit into the queue, or into the tenant's share.
@@ -306,9 +306,9 @@ class Admission:
         what = "prompt tokens"
         if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
             return "queue_tokens", _FULL.format(self._max_tokens, what)
-        most = self._tenants.max_queue_tokens_per_key
-        if most is not None and own.tokens + others.tokens > max(most, tokens):
-            return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", most)
+        key_limit = self._tenants.max_queue_tokens_per_key
+        if key_limit is not None and own.tokens + others.tokens > max(key_limit, tokens):
+            return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", key_limit)
         if self._several() and self._max_tokens is not None:
             free = self._max_tokens - totals.tokens
             if own.tokens > max(tokens, free):

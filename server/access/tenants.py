@@ -26,7 +26,7 @@ class Tenant(msgspec.Struct, frozen=True):
     id: int
     """63 bits of a digest of the name; 0 is `EVERYBODY`."""
     slot: int = 0
-    """Place in the admission table; with too many tenants some share one."""
+    """Slot in the admission table; with too many tenants some share one."""
 
 
 EVERYBODY = Tenant("", 0)

@@ -213,7 +213,7 @@ async def waiting_engines(services: Services) -> bytes:
         return b""
     try:
         async with asyncio.timeout(WITHIN):
-            status = await control.ask(ControlQuery())
+            status = await control.call(ControlQuery())
     except (SupervisorSilent, TimeoutError):
         return b""
     if not status.waiting:

@@ -50,7 +50,7 @@ class ServerTokens:
     async def find_model(self) -> str:
         """Return the model to use: the configured one, or the first that the server lists."""
         if self._model is None:
-            models = await self._ask("GET", "/v1/models", None, _Models)
+            models = await self._call("GET", "/v1/models", None, _Models)
             if not models.data:
                 raise self._failed("the server lists no model: name one with --model")
             self._model = str(models.data[0].get("id"))
@@ -59,14 +59,14 @@ class ServerTokens:
     async def encode(self, text: str) -> list[int]:
         """Return the token IDs of a text, without special tokens."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        return (await self._ask("POST", "/tokenize", body, _Tokens)).tokens
+        return (await self._call("POST", "/tokenize", body, _Tokens)).tokens
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of token IDs."""
         body = {"model": self._model, "tokens": token_ids}
-        return (await self._ask("POST", "/detokenize", body, _Text)).prompt
+        return (await self._call("POST", "/detokenize", body, _Text)).prompt
 
-    async def _ask(self, method: str, path: str, body: Any, kind: type[T]) -> T:
+    async def _call(self, method: str, path: str, body: Any, kind: type[T]) -> T:
         payload = b"" if body is None else msgspec.json.encode(body)
         try:
             async with self._slots, asyncio.timeout(_TIMEOUT_SECONDS):
@@ -131,14 +131,14 @@ async def _random_prompts(
     prompts = []
     for prompt in drawn:
         assert isinstance(prompt.content, list)
-        wanted = len(prompt.content)
+        target_length = len(prompt.content)
         text = await tokens.decode(prompt.content)
         for _ in range(_FIT_ROUNDS):  # not every length is possible
             found = await tokens.encode(text)
-            if len(found) == wanted:
+            if len(found) == target_length:
                 break
-            missing = max(0, wanted - len(found))
-            text = await tokens.decode(found[:wanted] + generator.choices(pool, k=missing))
+            missing = max(0, target_length - len(found))
+            text = await tokens.decode(found[:target_length] + generator.choices(pool, k=missing))
         prompts.append(Prompt(text, prompt.output_tokens))
     return prompts
 

@@ -192,9 +192,9 @@ class _Session:
             if line.startswith("/"):
                 self._command(line)
             elif line:
-                self._turn(line)
+                self._add_turn(line)
 
-    def _turn(self, line: str) -> None:
+    def _add_turn(self, line: str) -> None:
         self._conversation.add_user(line)
         try:
             self._answer()

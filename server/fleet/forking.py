@@ -261,14 +261,14 @@ class Template:
             output, its_output = os.pipe()
             pipe = on_failure.enter_context(os.fdopen(output, "rb", 0))
             child_ends.callback(os.close, its_output)
-            process = ForkedProcess(self._ask([child_end.fileno(), its_output]))
+            process = ForkedProcess(self._request_fork([child_end.fileno(), its_output]))
             on_failure.callback(process.send_signal, signal.SIGKILL)
             child_ends.close()
             await process.read_from(pipe)
             on_failure.pop_all()
         return Child(name, process, lifeline)
 
-    def _ask(self, descriptors: list[int]) -> int:
+    def _request_fork(self, descriptors: list[int]) -> int:
         """Make the template fork; return the pid of the process, which is a child of this one."""
         try:
             with adopting_orphans():

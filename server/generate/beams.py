@@ -187,8 +187,8 @@ class BeamSearch:
         full = len(self._finished) == self._beams.width
         early, penalty = self._beams.early_stopping, self._beams.length_penalty
         if full:
-            most = self._max_tokens if early == "never" and penalty > 0 else length
-            best_possible = self.running[0].logprob_sum / most**penalty
+            length_limit = self._max_tokens if early == "never" and penalty > 0 else length
+            best_possible = self.running[0].logprob_sum / length_limit**penalty
             self._open = self._open and best_possible > self._finished[-1][0]
         return self._open and not (full and early is True)
 

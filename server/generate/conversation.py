@@ -307,16 +307,16 @@ def _content(
     for index, part in enumerate(content):
         if isinstance(part, RefusalPart):
             if not is_assistant:
-                place = f"{field}.content[{index}]"
-                raise invalid_field(place, _ONLY_ASSISTANTS)
+                part_field = f"{field}.content[{index}]"
+                raise invalid_field(part_field, _ONLY_ASSISTANTS)
             texts.append(hide(part.refusal))
         elif id(part) in images:
             has_images = True
             texts.append(IMAGE)
         elif isinstance(part, MediaPart):
             if message.role not in ("tool", "function"):
-                place = f"{field}.content[{index}]"
-                raise invalid_field(place, f"{_why_not(part, hide)}; send no {part.type}")
+                part_field = f"{field}.content[{index}]"
+                raise invalid_field(part_field, f"{_why_not(part, hide)}; send no {part.type}")
             texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
         else:
             texts.append(hide(part.text))

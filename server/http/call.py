@@ -105,8 +105,8 @@ class Call(Request):
     @property
     def trace_context(self) -> dict[str, str]:
         """The client's W3C trace context, if it sent one."""
-        wanted = (b"traceparent", b"tracestate")
-        return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in wanted}
+        names = (b"traceparent", b"tracestate")
+        return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in names}
 
     @property
     def pins_rank(self) -> bool:
@@ -157,8 +157,8 @@ class Call(Request):
         It has no client to disconnect, and its response goes to `send`. It keeps only the headers
         for tracing and for the choice of an engine.
         """
-        wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
-        headers = [(name, value) for name, value in self.scope["headers"] if name in wanted]
+        names = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
+        headers = [(name, value) for name, value in self.scope["headers"] if name in names]
 
         async def receive() -> Message:
             await asyncio.Event().wait()
@@ -330,14 +330,16 @@ class Call(Request):
         if interval and self.has_client:
             loop = asyncio.get_running_loop()
             first = min(HEADERS_WITHIN, interval)
-            self._timer = loop.call_later(first, self._look, interval, loop)
+            self._timer = loop.call_later(first, self._check_silence, interval, loop)
 
-    def _look(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_silence(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
         silent = 0.0 if self.status is None else time.monotonic() - self._sent_at
         # A comment that is still being sent is blocked by a client that does not read.
         if self._sign is None and (self.status is None or silent >= interval):
             self._sign, silent = loop.create_task(self.show_life()), 0.0
-        self._timer = loop.call_later(max(interval - silent, 0.1), self._look, interval, loop)
+        self._timer = loop.call_later(
+            max(interval - silent, 0.1), self._check_silence, interval, loop
+        )
 
 
 class Pushed(Response):

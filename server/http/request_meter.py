@@ -50,7 +50,7 @@ class RequestMeter:
     """Counts the request that a connection is receiving.
 
     Report the parser's events first, then call `read` with the number of bytes parsed. A method
-    that raises `Excess` requires the connection to be closed.
+    that raises `LimitExceeded` requires the connection to be closed.
     """
 
     def __init__(self, limits: MeterLimits) -> None:

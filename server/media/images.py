@@ -135,7 +135,7 @@ class Images:
             ApiError: there are too many images, or one is rejected.
         """
         with self._counted(sources):
-            return [PreparedImage(plan, ()) for _, plan in await self._look(sources, held)]
+            return [PreparedImage(plan, ()) for _, plan in await self._open_sources(sources, held)]
 
     async def prepare(
         self,
@@ -158,9 +158,9 @@ class Images:
         Raises:
             ApiError: there are too many images, one is rejected, or the memory budget is exhausted.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         with self._counted(sources):
-            files = await self._look(sources, held)
+            files = await self._open_sources(sources, held)
             plans = [plan for _, plan in files]
             tokens = sum(plan.num_tokens for plan in plans)
             if tokens >= max_model_len:
@@ -187,10 +187,10 @@ class Images:
                 "image_pixel_bytes", by=sum(len(each.pixels) for each in image.inputs)
             )
             self._metrics.count("image_tokens", by=image.plan.num_tokens)
-        self._metrics.observe("image_prepare_time_seconds", time.monotonic() - began)
+        self._metrics.observe("image_prepare_time_seconds", time.monotonic() - started_at)
         return prepared
 
-    async def _look(
+    async def _open_sources(
         self, sources: Sequence[ImageSource], held: HeldImages
     ) -> list[tuple[ImageFile, ImagePlan]]:
         if len(sources) > self.max_images:

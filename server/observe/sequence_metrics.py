@@ -189,7 +189,7 @@ class SequenceMetrics:
             known = self._series[slot] = EngineSeries(self, label)
         return known
 
-    def began(self) -> None:
+    def started(self) -> None:
         """Count a sequence as unfinished."""
         self._unfinished += 1
 
@@ -256,7 +256,7 @@ class SequenceTimer:
         self._cached = 0
         self.timing: RequestTiming | None = None
         """Durations in the engine in which it ended; None until then."""
-        metrics.began()
+        metrics.started()
 
     def _current(self) -> EngineSeries:
         if self._times.engine != self._engine:

@@ -49,11 +49,11 @@ class StatsLog:
             stats = entry.stats
             if stats is None:
                 continue
-            began, before = self._before.get(entry.rank, (now, stats))
+            since, before = self._before.get(entry.rank, (now, stats))
             self._before[entry.rank] = now, stats
             if before.incarnation != stats.incarnation:
                 continue
-            seconds = max(1e-9, now - began)
+            seconds = max(1e-9, now - since)
             generated = stats.counters.generation_tokens - before.counters.generation_tokens
             prompt = stats.counters.prompt_tokens - before.counters.prompt_tokens
             queries = stats.counters.prefix_cache_queries - before.counters.prefix_cache_queries

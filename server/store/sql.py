@@ -257,12 +257,12 @@ class SqlBackend:
         )  # fmt: skip
 
     def _delete(self, where: str, *values: object) -> int:
-        gone = self._execute(
+        deleted = self._execute(
             f"DELETE FROM records WHERE {where} RETURNING tenant, size", *values
         ).fetchall()
-        for tenant, size in gone:
+        for tenant, size in deleted:
             self._account(tenant, -size)
-        return len(gone)
+        return len(deleted)
 
     def _make_room(self, size: int, tenant: str, kept: str) -> None:
         """Delete expired records, and others until `size` more bytes fit, except `kept`.

@@ -182,9 +182,12 @@ def _divided(cpus: CpuList, request: BindRequest, topology: Topology) -> list[Cp
     Raises:
         BadCpuBind: there are more processes than cores.
     """
-    wanted, parts = set(cpus), request.processes
+    allowed, parts = set(cpus), request.processes
     cores = [
-        own for node in topology.nodes for core in node if (own := tuple(wanted.intersection(core)))
+        own
+        for node in topology.nodes
+        for core in node
+        if (own := tuple(allowed.intersection(core)))
     ]
     if len(cores) < parts:
         raise BadCpuBind(

@@ -27,7 +27,7 @@ from engine.shared.messages import (
     UtilityValue,
 )
 from server.api.admin import schema
-from server.api.admin.endpoint import ask
+from server.api.admin.endpoint import call_supervisor
 from server.api.openapi import errors, text_responses
 from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
@@ -38,7 +38,7 @@ from server.router.engine_client import UTILITY_TIMEOUT
 Rank = Annotated[int | None, Query(ge=0, le=MAX_TOKENS)]
 Tag = Literal["weights", "kv_cache", "scheduling"]
 
-_LOOK_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 """Seconds between polls for completion."""
 
 router = APIRouter(route_class=OperatorRoute)
@@ -150,7 +150,7 @@ async def stop_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
 async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Done:
     """Scale to this number of engines; return once they run, or after `drain_timeout`."""
     size, until = body.new_data_parallel_size, time.monotonic() + body.drain_timeout
-    status = await ask(services, ScaleEngines(size))
+    status = await call_supervisor(services, ScaleEngines(size))
     while status.busy or status.data_parallel_size != size:
         if status.error is not None:
             raise invalid(status.error, "new_data_parallel_size", code="cannot_scale")
@@ -158,15 +158,15 @@ async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Do
             raise unavailable(
                 f"After {body.drain_timeout} s the change is not complete yet; it continues."
             )
-        await asyncio.sleep(_LOOK_INTERVAL)
-        status = await ask(services, ControlQuery())
+        await asyncio.sleep(_POLL_INTERVAL)
+        status = await call_supervisor(services, ControlQuery())
     return schema.Done(f"Scaled to {size} data parallel engines")
 
 
 @router.post("/is_scaling_elastic_ep")
 async def is_scaling(services: ServicesDep) -> schema.IsScaling:
     """Return whether engines are being added, retired or replaced."""
-    return schema.IsScaling((await ask(services, ControlQuery())).busy)
+    return schema.IsScaling((await call_supervisor(services, ControlQuery())).busy)
 
 
 @router.get("/v1/fault_tolerance/status")
@@ -245,7 +245,7 @@ async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
                 f"After {UTILITY_TIMEOUT:g} s engine {rank} still runs requests; it takes "
                 "nothing new."
             )
-        await asyncio.sleep(_LOOK_INTERVAL)
+        await asyncio.sleep(_POLL_INTERVAL)
 
 
 async def _order(services: Services, request: FleetRequest) -> None:

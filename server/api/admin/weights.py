@@ -32,7 +32,7 @@ _POLL_INTERVAL = 0.05
 @router.post("/admin/weights", responses=errors(409))
 async def update_weights(body: WeightsRequest, services: ServicesDep) -> WeightsStatus:
     """Load new weights in all engines; if one fails, all keep their current ones."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
     source = WeightsSource(body.model, body.revision, body.weight_version or named)
     if not source.version.isascii() or not source.version.isprintable():
@@ -40,7 +40,7 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Weights
             "weight_version", "is required, because the model's name cannot be sent in a header"
         )
     ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
-    seconds = round(time.monotonic() - began, 3)
+    seconds = round(time.monotonic() - started_at, 3)
     return WeightsStatus(source.version, ranks, seconds)
 
 

@@ -276,7 +276,7 @@ def _tool(tool: schema.MessageTool) -> dict[str, Any]:
 def _choice(
     choice: schema.MessageToolChoice, tools: Sequence[schema.MessageTool], functions: Sequence[int]
 ) -> dict[str, Any]:
-    wanted: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    chat_choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
     others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in functions}
     if choice.type == "any" and others and not functions:
         raise not_served(*next(iter(others.items())))
@@ -285,8 +285,8 @@ def _choice(
             raise invalid_field("tool_choice.name", "Field required")
         if choice.name in others:
             raise not_served(choice.name, others[choice.name])
-        wanted = {"type": "function", "function": {"name": choice.name}}
-    return {"tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+        chat_choice = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": chat_choice, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
 _RENAMED = (

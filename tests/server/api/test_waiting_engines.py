@@ -19,14 +19,14 @@ class MadeUpControl:
         self.engines_may_wait = may_wait
         self._status = status
 
-    async def ask(self, _request: ControlRequest) -> ControlStatus:
+    async def call(self, _request: ControlRequest) -> ControlStatus:
         if self._status is None:
             raise SupervisorSilent
         return self._status
 
 
 class LateControl(MadeUpControl):
-    async def ask(self, _request: ControlRequest) -> ControlStatus:
+    async def call(self, _request: ControlRequest) -> ControlStatus:
         await asyncio.Event().wait()
         raise AssertionError
 
