@@ -20,9 +20,11 @@ from vllm import SamplingParams as Vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
-from engine.shared.config import ParallelConfig
+import engine.vllm.core
+from engine.shared.config import EngineConfig
+from engine.shared.cpu.lists import read_lists
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
-from engine.vllm.core import _compute_whole_prompts, _thread_binding
+from engine.vllm.core import _compute_whole_prompts, _thread_settings
 from engine.vllm.requests import Moves, NotOffered, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
@@ -58,9 +60,25 @@ try:
     _compute_whole_prompts(too_short)
 except ValueError as error:
     print(json.dumps(str(error)))
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-bound = [_thread_binding(ParallelConfig(data_parallel_size=each)) for each in (1, 2)]
-print(json.dumps(bound == [str(min(os.sched_getaffinity(0))), "nobind"]))
+bound = []
+for cores, lists, layout in (
+    ("0", "none", (1, 1, 0)), ("0", "none", (1, 2, 0)), ("0-4", "none", (2, 2, 1)),
+    ("0-4", "none", (1, 2, 2)), ("0-3", "0|3", (2, 1, 0)),
+):
+    (cpus,) = read_lists(cores)
+    os.sched_getaffinity = lambda _, cpus=cpus: set(cpus)
+    os.sched_setaffinity = lambda *_: None
+    engine.vllm.core.num_cores = lambda cpus=cpus: len(cpus)
+    processes, engines, number = layout
+    config = EngineConfig().changed(
+        executor={"cpu_bind": lists},
+        parallel={
+            "tensor_parallel_size": processes, "data_parallel_size_local": engines,
+            "data_parallel_rank_local": number,
+        },
+    )
+    bound.append(" ".join(_thread_settings(config).values()))
+print(json.dumps(bound))
 """
 
 
@@ -95,8 +113,8 @@ def test_what_divides_prompts_is_refused_on_cpus(said: list[Any]) -> None:
     assert said[4].startswith("--long-prefill-token-threshold: ")
 
 
-def test_the_only_engine_of_a_node_binds_its_threads(said: list[Any]) -> None:
-    assert said[5] is True
+def test_engines_bind_their_threads_to_cores_of_their_own(said: list[Any]) -> None:
+    assert said[5] == ["0", "nobind 1", "2|3", "nobind 1", "0|3"]
 
 
 HYBRID = {
