@@ -39,7 +39,7 @@ BlockName = tuple[int, bytes]
 class Fetch:
     """Blocks read for one request."""
 
-    read_wanted: Callable[[Callable[[BlockName], bool]], None]
+    read_missing: Callable[[Callable[[BlockName], bool]], None]
     """Calls its argument for each useful block; the argument returns whether the block was
     obtained."""
     generation: int
@@ -184,7 +184,7 @@ class KvTiers:
             wanted.append(name)
             return True
 
-        fetch.read_wanted(note)
+        fetch.read_missing(note)
 
         def take(name: BlockName, content: bytes) -> bool:
             took = self._take(fetch, name, content)
@@ -263,7 +263,7 @@ class KvTiers:
 
     def _read_blocks(self) -> None:
         while (fetch := self._requested.get()) is not None:
-            fetch.read_wanted(lambda name, fetch=fetch: self._read(fetch, name))  # type: ignore[misc]
+            fetch.read_missing(lambda name, fetch=fetch: self._read(fetch, name))  # type: ignore[misc]
             self._settle(fetch)
 
     def _read(self, fetch: Fetch, name: BlockName) -> bool:

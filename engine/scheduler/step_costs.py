@@ -77,10 +77,10 @@ class StepCosts:
             alone = self.base + rows
             beyond = seconds / self._row_seconds - alone
             if prefill_tokens >= _MIN_PREFILL:
-                least, most = self.prefill / _OUTLIER, self.prefill * _OUTLIER
+                minimum, maximum = self.prefill / _OUTLIER, self.prefill * _OUTLIER
                 if rows:  # `mixed` may be outdated: attribute at least half to the tokens
                     beyond = max(beyond - self.mixed, beyond / 2)
-                sample = min(max(beyond / prefill_tokens, least), most)
+                sample = min(max(beyond / prefill_tokens, minimum), maximum)
                 self.prefill += (sample - self.prefill) / _SMOOTHING
             else:
                 sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), alone)

@@ -310,7 +310,7 @@ class Engine(Process):
     def alone(self) -> str:
         """Name of the request that is planned alone; empty if there is none."""
         scheduler = self.core._scheduler
-        return scheduler._books.all[scheduler.alone].request_id if scheduler.alone else ""
+        return scheduler._requests.all[scheduler.alone].request_id if scheduler.alone else ""
 
     # -- what happens to it ----------------------------------------------------------------------
 

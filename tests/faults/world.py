@@ -415,7 +415,7 @@ class World:
         alone = engine.core._scheduler.alone
         for entry in engine.core._scheduler._in_flight if alone else ():
             assert all(request.id == alone for request in entry.requests), "not alone"
-        for request in engine.core._scheduler._books.all.values():
+        for request in engine.core._scheduler._requests.all.values():
             assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
