@@ -94,7 +94,7 @@ def carry_out(
     results = []
     if isinstance(event, FleetOrder):
         _compare_weights(engine, event)
-        calls = engine.halting.take_up(event)
+        calls = engine.halting.accept(event)
     else:
         calls = [event]
     for call in calls:

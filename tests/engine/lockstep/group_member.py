@@ -45,8 +45,8 @@ class Member:
         """Receive news of a newer group after a delay, like the receiver thread."""
         threading.Timer(seconds, self.connection.ordered, [topology]).start()
 
-    def lose(self) -> str:
-        self.grouping.lose(GroupBroken("lost"))
+    def leave_broken(self) -> str:
+        self.grouping.leave_broken(GroupBroken("lost"))
         return self.reports[-1].state
 
 

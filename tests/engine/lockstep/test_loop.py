@@ -11,10 +11,10 @@ import torch
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import PendingResult
-from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.events import InboxItem, Stop
 from engine.core.front_ends import CoreStep
+from engine.core.shutdown import Shutdown
 from engine.core.watchdog import StepWatch
 from engine.distributed.engines import EngineGroup
 from engine.distributed.group import PendingRows
@@ -161,7 +161,7 @@ class Places:
         self._executor.join(formation)
         return cast("EngineGroup", Group(formation, self._rank, order.topology))
 
-    def lose(self, error: GroupBroken) -> None:
+    def leave_broken(self, error: GroupBroken) -> None:
         pass
 
 
@@ -191,11 +191,11 @@ class Engine:
             self.core,
             self.wave,
             cast("Grouping", places),
-            Ending(self.core, 1.0),
+            Shutdown(self.core, 1.0),
             self.inbox,
             self,
             StepWatch(60.0),
-            on_turn=lambda: None,
+            on_iteration=lambda: None,
             on_drain=lambda: None,
             on_wave=lambda wave: None,
             on_joined=lambda: None,
@@ -222,7 +222,7 @@ class Engine:
             self.failure = error
         self.loop.end()
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         for output in step.outputs.get(0, []):
             self.tokens.setdefault(output.id, []).extend(output.token_ids)
             if output.finish_reason is not None:
@@ -238,7 +238,7 @@ class Engine:
             for engine in self._cluster.engines:
                 engine.inbox.put(order)
 
-    def last_words(self, words: EngineDead) -> None:
+    def send_failure(self, words: EngineDead) -> None:
         raise AssertionError(words)
 
 
