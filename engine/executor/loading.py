@@ -10,7 +10,7 @@ import torch
 
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
-from engine.executor.rules import check_sharded_state, why_blind
+from engine.executor.rules import check_sharded_state, why_no_images
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -25,7 +25,7 @@ from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
 from engine.models.loading.invariance import is_batch_invariant
 from engine.models.loading.kernels_ahead import compile_ahead
-from engine.models.loading.mlps import GroupPlace
+from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import divide_layers
@@ -72,19 +72,19 @@ def load_model(
     device: torch.device,
     report: Callable[[str], None],
     *,
-    place: GroupPlace | None = None,
+    in_group: GroupPosition | None = None,
     shard: Shard | None = None,
     stage: int = 0,
     balance: ExpertBalance | None = None,
     served: CacheGroups | None = None,
-    sees: bool = False,
+    with_vision: bool = False,
     sent: TensorFiles | None = None,
 ) -> LoadedModel:
-    """Load the weights: all of them, the experts of one place, or one shard of each layer.
+    """Load the weights: all, the experts of a position in a group, or a shard of each layer.
 
     With pipeline stages, only those of the given stage. With --enable-eplb, the expert load
     measured before a reload is passed as `balance`. A draft model gets the cache groups of the
-    model that is `served`. A vision encoder is loaded only if `sees`. Weights that were `sent`
+    model that is `served`. A vision encoder is loaded only `with_vision`. Weights that were `sent`
     replace the files' weights.
 
     Raises:
@@ -120,21 +120,21 @@ def load_model(
         checkpoint = ShardedState(directory, spec, Cut(spec, *ranks))
     else:
         checkpoint = open_checkpoint(directory, spec, settings, sent)
-    place = None if spec.moe is None else place
+    in_group = None if spec.moe is None else in_group
     parallel = config.parallel
     stages = divide_layers(
         spec.num_layers, parallel.pipeline_parallel_size, parallel.layers_of_stages
     )
-    is_alone = place is None and parallel.processes == 1
-    types = compute_types(spec, settings, checkpoint, device=device, is_alone=is_alone)
+    in_one_process = in_group is None and parallel.processes == 1
+    types = compute_types(spec, settings, checkpoint, device=device, in_one_process=in_one_process)
     types = types._replace(kept=config.cache.kv_cache_dtype)
-    if balance is None and place is not None and parallel.enable_eplb:
-        balance = _new_balance(spec, parallel, place.size, device)
+    if balance is None and in_group is not None and parallel.enable_eplb:
+        balance = _new_balance(spec, parallel, in_group.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
     is_stock = is_eager or not kernels_are_faster(device)
     kernels = None if is_stock else fused_kernels(types.activations, device)
-    rounding = quantization(settings, types, device=device, is_alone=is_alone)
-    is_whole = place is None and shard is None
+    rounding = quantization(settings, types, device=device, in_one_process=in_one_process)
+    is_whole = in_group is None and shard is None
     is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
     if kernels is not None and device.type == "cpu" and is_plain and is_whole:
         report("preparing kernels: the first start on a machine compiles them")
@@ -152,7 +152,7 @@ def load_model(
         types=types,
         device=device,
         max_model_len=model_length(spec, settings),
-        place=place,
+        in_group=in_group,
         shard=shard,
         stage=stages[stage],
         quantization=rounding,
@@ -165,16 +165,16 @@ def load_model(
         model = loader.load(lambda layer, layers: report(f"{what}: layer {layer} of {layers}"))
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         vision = None
-        if sees and pooling is None and _sees(config, directory, spec.vision):
+        if with_vision and pooling is None and _takes_images(config, directory, spec.vision):
             report(f"loading the vision encoder of {served_names(settings)[0]}")
             vision = load_vision(directory, spec, settings, types.activations, device)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant, vision)
 
 
-def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
+def _takes_images(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
     if vision is None or config.model.language_model_only:
         return False
-    reason = why_blind(config, vision)
+    reason = why_no_images(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
         reason = f"the weights in {directory}, which include no vision encoder"
     if reason is not None:
@@ -339,7 +339,7 @@ def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")
-    worker = Layout.of(config.parallel).number(rank)
+    worker = Layout.of(config.parallel).index_on_node(rank)
     # torch renumbers the devices of CUDA_VISIBLE_DEVICES, if set.
     number = device_number(config.parallel, worker, torch.cuda.device_count())
     torch.cuda.set_device(number)

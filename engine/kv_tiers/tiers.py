@@ -178,19 +178,19 @@ class KvTiers:
         if source is None or self._peers is None:
             self._fetch_from_stores(fetch)
             return
-        wanted: list[BlockName] = []
+        names: list[BlockName] = []
 
         def note(name: BlockName) -> bool:
-            wanted.append(name)
+            names.append(name)
             return True
 
         fetch.read_missing(note)
 
         def take(name: BlockName, content: bytes) -> bool:
-            took = self._take(fetch, name, content)
-            if took:
+            taken = self._take(fetch, name, content)
+            if taken:
                 fetch.pulled.add(name)
-            return took
+            return taken
 
         def over(has_all: bool) -> None:
             if has_all or not self._stores:
@@ -198,7 +198,7 @@ class KvTiers:
             else:
                 self._fetch_from_stores(fetch)
 
-        self._peers.pull(source, fetch.model, wanted, take, over)
+        self._peers.pull(source, fetch.model, names, take, over)
 
     def _fetch_from_stores(self, fetch: Fetch) -> None:
         fetch.deadline = time.monotonic() + FETCH_TIMEOUT
@@ -302,10 +302,10 @@ class KvTiers:
                     return
                 oldest = self._unsettled.popleft()
                 while not (oldest.settled or self._is_over):
-                    left = oldest.deadline - time.monotonic()
-                    if left <= 0:
+                    remaining = oldest.deadline - time.monotonic()
+                    if remaining <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(remaining)
             if not oldest.settled:
                 self._warn("KV blocks were not read within %.0f s", FETCH_TIMEOUT)
             self._settle(oldest)

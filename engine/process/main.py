@@ -35,8 +35,8 @@ from engine.core.shutdown import Shutdown
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import WaveClock
-from engine.executor.environment import bound, settle_environment, sharers
-from engine.executor.rules import check_draft_settings, check_pooling, why_blind
+from engine.executor.environment import bind_cpus, compute_processes, settle_environment
+from engine.executor.rules import check_draft_settings, check_pooling, why_no_images
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
@@ -147,7 +147,7 @@ def build_executor(
         check_heads(read_spec(directory), config.parallel.tensor_parallel_size)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
-    settle_environment(sharers(config, engines_on_node))
+    settle_environment(compute_processes(config, engines_on_node))
     if pooling is not None and pooling.is_encoder:
         from engine.executor.encoding import EncoderExecutor
 
@@ -217,7 +217,7 @@ def _simulated_executor(
         modules = AdaptableModules(read_spec(directory))
         adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
     vision = read_spec(directory).vision if has_vision else None
-    if vision is not None and why_blind(config, vision) is not None:
+    if vision is not None and why_no_images(config, vision) is not None:
         vision = None
     return SimulatedExecutor(
         config,
@@ -427,7 +427,9 @@ class EngineProcess:
 
     def _serve_backend(self, welcome: Welcomed) -> int:
         name = self._config.executor.engine_backend
-        settle_environment(sharers(self._config, max(1, self._config.parallel.engines_on_node)))
+        settle_environment(
+            compute_processes(self._config, max(1, self._config.parallel.engines_on_node))
+        )
 
         def start(backend: type[Backend]) -> Backend:
             self._lifeline.progress(f"starting the engine of {name}")
@@ -581,7 +583,7 @@ class EngineProcess:
 def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
     """Run one engine until a signal and return the exit code."""
     name_process("engine", config.log.log_level, config.log.log_format)
-    config = bound(config)
+    config = bind_cpus(config)
     lifeline.watch()
     if incarnation is None:
         incarnation = secrets.randbits(48)

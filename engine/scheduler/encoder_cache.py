@@ -54,7 +54,7 @@ class EncoderCache:
     ) -> None:
         vision = executor.vision
         largest = 0 if vision is None else vision.max_tokens
-        self._is_bidirectional = vision is not None and vision.sees_all
+        self._is_bidirectional = vision is not None and vision.is_bidirectional
         self._patches_per_token = 0 if vision is None else vision.scale_factor**2
         self._step_tokens = step_tokens
         self._max_tokens = max(num_bytes // max(1, executor.embedding_bytes), largest)

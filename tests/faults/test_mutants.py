@@ -233,16 +233,16 @@ class TakesSuccessorsForThem(BlockIndex):
 class ForgetsWhoWaitsForBlocks(BlockPort):
     """Does not report the end of pulls when a connection is lost."""
 
-    def _lose(self, source: KvSource) -> None:
+    def _drop_link(self, source: KvSource) -> None:
         self._links[source].pulls.clear()
-        super()._lose(source)
+        super()._drop_link(source)
 
 
 class WaitsForTheSilent(BlockPort):
     """Waits forever for an engine that has vanished."""
 
-    def _take_orders(self) -> bool:
-        goes_on = super()._take_orders()
+    def _start_pulls(self) -> bool:
+        goes_on = super()._start_pulls()
         for link in self._links.values():
             for running in link.pulls.values():
                 running.pull._patience = running.pull._deadline = 1e9

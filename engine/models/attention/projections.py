@@ -20,7 +20,7 @@ from engine.models.spec import LatentSpec, ModelSpec
 from engine.models.step import FinalTokens, ForwardContext, ImageTokens
 
 
-class LayerPlace(NamedTuple):
+class LayerSettings(NamedTuple):
     """Which of a step's tensors a layer's attention uses."""
 
     window: int | None
@@ -39,10 +39,10 @@ class SelfAttention(Module):
     sinks: Tensor | None
     """[heads] float32: extra softmax scores without a value; None if the model has none."""
 
-    def __init__(self, place: LayerPlace, kv_format: KvFormat, output: Rows) -> None:
+    def __init__(self, settings: LayerSettings, kv_format: KvFormat, output: Rows) -> None:
         """Initialize from the output projection, [tokens, heads * head_dim] to [tokens, hidden]."""
         super().__init__()
-        self.place = place
+        self.settings = settings
         self._kv = kv_format
         self.o_proj = output
         self.register_buffer("sinks", None)
@@ -82,13 +82,13 @@ class SelfAttention(Module):
     def _attended(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
     ) -> Tensor:
-        place, step = self.place, context.step
-        part = step.others[place.group - 1] if place.group else step
-        rotated = None if place.rope is None else context.rotations[place.rope]
+        settings, step = self.settings, context.step
+        part = step.others[settings.group - 1] if settings.group else step
+        rotated = None if settings.rope is None else context.rotations[settings.rope]
         queries = self.write_and_query(x, cache, part.slots, rotated)
-        if place.is_tempered and context.temperatures is not None:
+        if settings.is_tempered and context.temperatures is not None:
             queries = (queries * context.temperatures).to(queries.dtype)
-        plan = part.plans[place.window]
+        plan = part.plans[settings.window]
         if final is not None:
             queries, plan = queries.index_select(0, final.tokens), final.plan
             if step.adapters is not None and context.adapters is not None:
@@ -113,7 +113,7 @@ class SelfAttention(Module):
             return
         assert context.image_attention is not None, "the model's images have plans of their own"
         own = queries.index_select(0, images.whole.queries)
-        plan = images.whole.plans[self.place.group][self.place.window]
+        plan = images.whole.plans[self.settings.group][self.settings.window]
         within = context.image_attention.attend(own, cache, plan)
         within = within.index_select(0, images.whole.computed)
         attended.index_copy_(0, images.tokens, within.to(attended.dtype))
@@ -125,7 +125,7 @@ class HeadProjections(SelfAttention):
     def __init__(
         self,
         spec: ModelSpec,
-        place: LayerPlace,
+        settings: LayerSettings,
         qkv: Rows,
         output: Rows,
         kv_format: KvFormat,
@@ -137,7 +137,7 @@ class HeadProjections(SelfAttention):
 
         Rotation and storing use a fused kernel if one supports the format.
         """
-        super().__init__(place, kv_format, output)
+        super().__init__(settings, kv_format, output)
         is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype.itemsize == 2
         self._kernels = kernels if is_plain else None
         self.sinks = sinks
@@ -179,7 +179,7 @@ class LatentProjections(SelfAttention):
     def __init__(
         self,
         spec: ModelSpec,
-        place: LayerPlace,
+        settings: LayerSettings,
         inputs: Rows,
         *,
         queries: Rows | None,
@@ -198,7 +198,7 @@ class LatentProjections(SelfAttention):
             output: projects weighted sums of latents to states.
             kv_format: format of the KV cache.
         """
-        super().__init__(place, kv_format, output)
+        super().__init__(settings, kv_format, output)
         assert spec.latent is not None
         self._latent: LatentSpec = spec.latent
         self._heads = spec.num_heads

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
-from engine.models.attention.projections import HeadProjections, LayerPlace
+from engine.models.attention.projections import HeadProjections, LayerSettings
 from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families.config import with_defaults
@@ -277,7 +277,7 @@ def _layer(
         attention_norm=enter.beside,
         self_attn=HeadProjections(
             spec,
-            LayerPlace(window=None, rope=0),
+            LayerSettings(window=None, rope=0),
             qkv=products.linear(*(f"{name}.weight" for name in names), bias=qkv_bias),
             output=products.linear(prefix + "o_proj.weight", bias=output_bias),
             kv_format=types.kv_format,

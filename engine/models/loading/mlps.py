@@ -33,7 +33,7 @@ from engine.models.rowwise_experts import RowwiseExperts
 from engine.models.spec import ModelSpec, MoeSpec
 
 
-class GroupPlace(NamedTuple):
+class GroupPosition(NamedTuple):
     """An engine's position among those that share the experts."""
 
     position: int

@@ -173,7 +173,7 @@ class Member:
         for level in (1, 2, 1):
             self.executor.sleep(level)
             if level == 1 and self.device == "cuda":
-                assert self.executor._held._offloaded is not None
+                assert self.executor._holder._offloaded is not None
             self.executor.wake_up()
 
 

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.rules import why_blind
+from engine.executor.rules import why_no_images
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
@@ -241,8 +241,8 @@ def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
     assert gemma is not None
     assert other is not None
     config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
-    assert why_blind(config, other) is None
-    found = why_blind(config, gemma)
+    assert why_no_images(config, other) is None
+    found = why_no_images(config, gemma)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -285,7 +285,7 @@ def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: S
     image = encoder_input(1, 0, num_tokens=4)
     embeddings = before.encode(image.pixels, 32, 32)
     executor.sleep(2)
-    assert executor._held.loaded is None
+    assert executor._holder.loaded is None
     executor.wake_up()
     again = executor._loaded.vision
     assert again is not None

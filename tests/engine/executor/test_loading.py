@@ -31,7 +31,7 @@ def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(types: torch.dtype = BF16, device: torch.device = CPU, **model: Any) -> str | None:
     is_alone = model.pop("is_alone", True)
     computed = ComputeTypes(types, types)
-    return quantization(ModelConfig(**model), computed, device=device, is_alone=is_alone)
+    return quantization(ModelConfig(**model), computed, device=device, in_one_process=is_alone)
 
 
 @pytest.mark.usefixtures("without_16_bits")

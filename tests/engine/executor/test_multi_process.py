@@ -17,7 +17,7 @@ from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.rules import check_sharded_state
-from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
+from engine.executor.team import MismatchedWorkers, Team, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError, TensorFiles
@@ -223,7 +223,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x11")
     team = Team(settings(theirs, 1, stages=2), 0, 1)
-    with pytest.raises(UnlikeWorkers, match=r"worker 1 on .* has parts of other weights"):
+    with pytest.raises(MismatchedWorkers, match=r"worker 1 on .* has parts of other weights"):
         InProcessExecutor(settings(ours, 1, stages=2), team=team)
     assert not any(map(psutil.pid_exists, team.pids))
 
