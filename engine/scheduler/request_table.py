@@ -125,7 +125,7 @@ class RequestTable:
         self.compiling[request.id] = request
         spec = request.sampling.grammar
         if spec is not None and self.grammars is not None:
-            request.grammar = self.grammars.ask(spec, request.tenant)
+            request.grammar = self.grammars.request(spec, request.tenant)
             self.counters.grammar_requests += 1
             self.counters.grammar_waits += not request.grammar.settled
         if not request.lacks_prompt_logprobs:
@@ -184,7 +184,7 @@ class RequestTable:
             return refused_output(request, reason)
         request.num_renewals += 1
         request.renewed_at = request.num_output_tokens
-        request.grammar = self.grammars.ask(spec, request.tenant)
+        request.grammar = self.grammars.request(spec, request.tenant)
         self.waiting.remove(request)
         self.compiling[request.id] = request
         self.counters.grammar_waits += 1

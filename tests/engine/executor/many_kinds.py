@@ -78,7 +78,7 @@ def serve(
         for message in made[:2]:
             if message.sampling.grammar is not None:
                 assert isinstance(executor.grammars, GrammarTable)
-                executor.grammars.ask(message.sampling.grammar).wait()
+                executor.grammars.request(message.sampling.grammar).wait()
             core.handle(message)
         del made[:2]
         if group is None:

@@ -154,7 +154,7 @@ class _Grammars:
 
     def on_settled(self) -> None: ...
 
-    def ask(self, spec: object, tenant: int) -> _Grammar:
+    def request(self, spec: object, tenant: int) -> _Grammar:
         self.asked.append(_Grammar())
         return self.asked[-1]
 
