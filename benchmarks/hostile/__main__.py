@@ -87,9 +87,9 @@ def main() -> None:
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)
             progress.update(task, total=1, completed=1)
     console.print(table(trial))
-    for each in trial.left:
+    for each in trial.leftovers:
         console.print(f"[red]left behind:[/] {each}")
-    sys.exit(1 if trial.left or any(row.wrong for row in trial.rows) else 0)
+    sys.exit(1 if trial.leftovers or any(row.wrong for row in trial.rows) else 0)
 
 
 if __name__ == "__main__":

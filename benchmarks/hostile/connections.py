@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 Address = tuple[str, int]
 Attack = Callable[[Address], str]
 
-_LOOK = 0.05
+_POLL_INTERVAL = 0.05
 """Seconds between checks whether an exchange is over."""
 _PATIENCE = 8.0
 """Seconds after which an attack ends even if the server does not stop it."""
@@ -59,7 +59,7 @@ def exchange(
         with contextlib.suppress(OSError):
             while not _complete(data):
                 if over is not None:
-                    while not select.select([connection], [], [], _LOOK)[0]:
+                    while not select.select([connection], [], [], _POLL_INTERVAL)[0]:
                         if over.is_set():
                             return 0, data
                 piece = connection.recv(1 << 16)
@@ -202,7 +202,7 @@ def unfinished_uploads(address: Address, count: int = 16, size: int = 60 << 20) 
             else:
                 ends["taken"] += 1
         time.sleep(0.2)  # accepted data is buffered now
-    return _told(ends)
+    return _summary(ends)
 
 
 def abandoned_uploads(address: Address) -> str:
@@ -310,7 +310,7 @@ def hang_ups(address: Address) -> str:
     return "300 begun"
 
 
-def _told(ends: Counter[str]) -> str:
+def _summary(ends: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in ends.items())
 
 

@@ -114,7 +114,7 @@ class Trial:
         bystanders: int = NUM_BYSTANDERS,
     ) -> None:
         self.rows: list[Row] = []
-        self.left: list[str] = []
+        self.leftovers: list[str] = []
         """Resources still in use some time after the last attack."""
         self._more_attempts = MORE_ATTEMPTS
         self._key = key
@@ -150,7 +150,7 @@ class Trial:
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
         try:
-            self.left = self._left()
+            self.leftovers = self._left()
         finally:
             self._stack.__exit__(*error)
         self._judge_gaps()
