@@ -22,14 +22,14 @@ from engine.models.formats.files import TensorFiles, computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
-from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
+from engine.models.loading.decoder import AdapterCapacity, DecoderLoader, Shard
 from engine.models.loading.invariance import is_batch_invariant
 from engine.models.loading.kernels_ahead import compile_ahead
 from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import divide_layers
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.settings import (
     compute_types,
     fits_caches,
@@ -117,7 +117,7 @@ def load_model(
     if settings.load_format == "sharded_state" and sent is None:
         # A single process holds everything, cut for one rank.
         ranks = (0, 1) if shard is None else (shard.group.rank, shard.group.size)
-        checkpoint = ShardedState(directory, spec, Cut(spec, *ranks))
+        checkpoint = ShardedState(directory, spec, TensorSharding(spec, *ranks))
     else:
         checkpoint = open_checkpoint(directory, spec, settings, sent)
     in_group = None if spec.moe is None else in_group
@@ -157,7 +157,7 @@ def load_model(
         stage=stages[stage],
         quantization=rounding,
         batch_invariant=is_invariant,
-        adapters=AdapterRoom.of(config.lora),
+        adapters=AdapterCapacity.of(config.lora),
         balance=balance,
         kernels=kernels,
     )

@@ -72,7 +72,7 @@ class ModelHolder:
         if self.loaded is None or self.loaded.loader is None:
             return
         self._report(f"loading the experts of engine {in_group.position + 1} of {in_group.size}")
-        self.loaded.loader.spread_experts(self.loaded.model, in_group)
+        self.loaded.loader.redistribute_experts(self.loaded.model, in_group)
         give_back_freed_memory(self._device)
 
     def free(self) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from engine.batch.batch import BatchPlan, BatchResult
-from engine.runner.model_runner import BegunStep, ModelRunner
+from engine.runner.model_runner import ModelRunner, StartedStep
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class _Step:
     plan: BatchPlan
     follows: int
     """Number of the step that samples the last of its input tokens."""
-    started: BegunStep | None = None
+    started: StartedStep | None = None
     error: Exception | None = None
     """Why it could not begin."""
 

@@ -113,7 +113,7 @@ class HeadDrafts:
                 states = states.index_select(0, self._tensor(go_on))
         return msgspec.structs.replace(plan, proposed=drafted)
 
-    def learn(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
+    def observe(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
         """Update the cache from a step whose tokens are known now.
 
         `accepted`: number of accepted drafts per row with drafts.

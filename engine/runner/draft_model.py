@@ -14,7 +14,7 @@ from engine.runner.slots import IntArray, SlotTable
 
 _UNKNOWN = -1
 
-_MOST_LEFT = 16
+_MAX_MISSING = 16
 """Maximum uncomputed tokens of a sequence without drafts before they are computed at once."""
 
 
@@ -89,7 +89,7 @@ class DraftModel:
         begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
         # A decoding row can be deferred while its newest block is not full.
         fills = ends // self._table.block_size > begins // self._table.block_size
-        due = fills | (known > 1) | (ends - begins >= _MOST_LEFT) | (drafts > 0)
+        due = fills | (known > 1) | (ends - begins >= _MAX_MISSING) | (drafts > 0)
         self._computed[slots] = np.where(due, ends, begins)
         counts = ends - begins
         # Two tokens of a decoding sequence attend as two rows, which is cheaper.

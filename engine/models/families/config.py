@@ -62,7 +62,7 @@ class Config(dict[str, Any]):
         self.read_keys.add(key)
         return super().__getitem__(key)
 
-    def but(self, **changes: Any) -> "Config":
+    def replaced(self, **changes: Any) -> "Config":
         """Return a config with changed values that shares the record of read keys."""
         return Config({**self, **changes}, self.read_keys)
 

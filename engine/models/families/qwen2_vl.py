@@ -61,7 +61,7 @@ def _rope(config: Config) -> RopeSpec:
     sections = tuple(given.get("mrope_section") or (16, 24, 24))
     if len(sections) != 3:
         raise UnsupportedModel(f"config.json: mrope_section {sections} must be three numbers")
-    rope = read_rope(config.but(rope_scaling=None, rope_parameters=given))
+    rope = read_rope(config.replaced(rope_scaling=None, rope_parameters=given))
     return replace(rope, sections=sections)
 
 

@@ -299,7 +299,7 @@ def layered_ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
             "config.json: rope_parameters must name full_attention and sliding_attention"
         )
     # The top-level length only applies to parameters shared by all layers.
-    config = config.but(original_max_position_embeddings=None)
+    config = config.replaced(original_max_position_embeddings=None)
     # Older configs only stretch full-attention layers.
     whole = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
     local = stated.get("sliding_attention") or {}

@@ -23,7 +23,7 @@ from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.hf_config import read_spec
 from engine.models.parallel.sharded_state import save_sharded_state
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     CacheConfig,
@@ -314,7 +314,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
     spec = read_spec(checkpoint("llama").directory)
     for size in (3, 8):
         with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not fit"):
-            Cut(spec, 0, size)
+            TensorSharding(spec, 0, size)
     (tmp_path / "config.json").write_bytes(
         (checkpoint("llama").directory / "config.json").read_bytes()
     )
@@ -327,7 +327,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
 
 def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("qwen3-moe-some-dense").directory)
-    cuts = [Cut(spec, rank, 4) for rank in range(4)]
+    cuts = [TensorSharding(spec, rank, 4) for rank in range(4)]
     assert [cut.spec.num_heads for cut in cuts] == [1, 1, 1, 1]
     assert [cut.spec.num_kv_heads for cut in cuts] == [1, 1, 1, 1]
     assert sum(cut.spec.intermediate_size for cut in cuts) == spec.intermediate_size
