@@ -161,7 +161,7 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
     with WeightSender(url, KEY) as sender, ThreadPoolExecutor(len(PROMPTS)) as clients:
         expected = ""
         for step in range(steps + 1):
-            began = time.monotonic()
+            started_at = time.monotonic()
             seeds = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
             drawn = clients.map(sample, [url] * len(PROMPTS), PROMPTS, seeds)
             samples = [each for answer in drawn for each in answer]
@@ -174,7 +174,7 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
             sender.send(trainer.checkpoint(), expected)
             yield Step(
                 step, version or "(checkpoint)", float(rewards.mean()), error,
-                sampled - began, learnt - sampled, time.monotonic() - learnt,
+                sampled - started_at, learnt - sampled, time.monotonic() - learnt,
             )  # fmt: skip
 
 

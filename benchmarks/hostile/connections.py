@@ -80,14 +80,14 @@ def _complete(data: bytes) -> bool:
     return body.endswith(b"0\r\n\r\n")
 
 
-def _stream_of(address: Address, first: bytes, piece: bytes, most: int) -> str:
-    """Send `first`, then `piece` repeatedly until the server closes, up to `most` bytes."""
-    sent, began = 0, time.monotonic()
+def _stream_of(address: Address, first: bytes, piece: bytes, limit: int) -> str:
+    """Send `first`, then `piece` repeatedly until the server closes, up to `limit` bytes."""
+    sent, started_at = 0, time.monotonic()
     with socket.create_connection(address, 5) as connection:
         connection.settimeout(1)
         try:
             connection.sendall(first)
-            while sent < most and time.monotonic() - began < _PATIENCE:
+            while sent < limit and time.monotonic() - started_at < _PATIENCE:
                 connection.sendall(piece)
                 sent += len(piece)
         except TimeoutError:
@@ -238,11 +238,11 @@ def _held_open(address: Address, firsts: list[bytes], drip: bytes) -> str:
         for connection, first in zip(connections, firsts, strict=False):
             with contextlib.suppress(OSError):
                 connection.sendall(first)
-        began, opened = time.monotonic(), len(connections)
-        while connections and time.monotonic() - began < _PATIENCE:
+        started_at, opened = time.monotonic(), len(connections)
+        while connections and time.monotonic() - started_at < _PATIENCE:
             time.sleep(0.5)
             connections = [each for each in connections if _still_open(each, drip)]
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started_at
         return f"{opened} opened, {len(connections)} open after {seconds:.1f} s"
 
 

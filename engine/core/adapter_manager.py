@@ -119,24 +119,24 @@ class AdapterManager:
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
         """Wait for all pending loads; return the entries that failed, with the reasons."""
-        wait(held.loading for held in self._entries.values() if held.loading is not None)
+        wait(entry.loading for entry in self._entries.values() if entry.loading is not None)
         self.settled()
         return [
-            (held.entry, held.outcome.error)
-            for held in self._entries.values()
-            if held.outcome is not None and held.outcome.error
+            (entry.entry, entry.outcome.error)
+            for entry in self._entries.values()
+            if entry.outcome is not None and entry.outcome.error
         ]
 
     def _report_outcomes(self) -> None:
-        outcomes = (held.outcome for held in self._entries.values())
+        outcomes = (entry.outcome for entry in self._entries.values())
         self._report(self._sheet, [outcome for outcome in outcomes if outcome is not None])
 
     def sweep(self) -> None:
         """Drop adapters that are not on the sheet and have no requests left."""
         if self._store is None:
             return
-        listed = {held.outcome.version for held in self._entries.values() if held.outcome}
-        if any(held.loading is not None for held in self._entries.values()):
+        listed = {entry.outcome.version for entry in self._entries.values() if entry.outcome}
+        if any(entry.loading is not None for entry in self._entries.values()):
             return  # an entry being loaded may be the same adapter
         self.keeps_unlisted = False
         for version in self._store:
@@ -160,9 +160,11 @@ class AdapterManager:
     def versions(self) -> dict[str, str]:
         """Return the version of each adapter that requests can name."""
         return {
-            held.entry.name: held.outcome.version
-            for held in self._entries.values()
-            if held.outcome is not None and held.outcome.version and held.entry.state != "leaving"
+            entry.entry.name: entry.outcome.version
+            for entry in self._entries.values()
+            if entry.outcome is not None
+            and entry.outcome.version
+            and entry.entry.state != "leaving"
         }
 
     def pin(self, name: str) -> None:

@@ -100,14 +100,14 @@ def load_draft(
             f"--speculative-model {name}: {named} is not supported; of draft heads EAGLE-3 is"
         )
     check_draft_model(settings, config.model, target.spec, max_model_len)
-    alone = msgspec.structs.replace(
+    draft_config = msgspec.structs.replace(
         config,
         model=settings,
         lora=LoraConfig(),
         parallel=ParallelConfig(),
         executor=msgspec.structs.replace(config.executor, batch_invariant=False),
     )
-    return load_model(alone, target.device, report, served=target.spec.cache_groups).model
+    return load_model(draft_config, target.device, report, served=target.spec.cache_groups).model
 
 
 def _load_head(

@@ -70,7 +70,7 @@ class KvSizing:
             size = parallel.data_parallel_size * parallel.tensor_parallel_size
             experts.join(MirrorGroup(size))
         try:
-            left = profiled_memory(
+            free_bytes = profiled_memory(
                 model,
                 self.config.cache,
                 self.config.scheduler,
@@ -84,7 +84,7 @@ class KvSizing:
                 experts.leave()
         if leader is not None:
             leader.team.send(EndTrial())
-        return self._minimum_over_workers(left // self._block_bytes(model))
+        return self._minimum_over_workers(free_bytes // self._block_bytes(model))
 
     def _begin_trial(self, num_blocks: int) -> None:
         if self.leader is not None:

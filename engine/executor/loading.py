@@ -195,13 +195,13 @@ def _cache_groups(
         return CacheGroups(served.windows, of_layers)
     if _has_head(config):
         return CacheGroups()
-    has_draft, beside = config.scheduler.speculative_model is not None, 0.0
+    has_draft, extra_layers = config.scheduler.speculative_model is not None, 0.0
     if has_draft:
         draft = read_spec(model_directory(draft_settings(config), weights=False))
-        beside = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
+        extra_layers = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
     groups = one_group(spec.windows)
     if device.type == "cpu":
-        groups = divide(spec.windows, model_length(spec, config.model), beside)
+        groups = divide(spec.windows, model_length(spec, config.model), extra_layers)
     return CacheGroups() if has_draft and None not in groups.windows else groups
 
 
@@ -332,10 +332,10 @@ def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
     Raises:
         ValueError: CUDA is requested but unavailable, or lacks devices for the node's engines.
     """
-    wanted = config.model.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    device_type = config.model.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")

@@ -95,9 +95,9 @@ class GrammarFollower:
         """Consume a token added to the output; ignored after the end, and once stalled."""
         if self.stalled is not None or self.ended:
             return
-        began = time.thread_time()
+        started_at = time.thread_time()
         self._follow(token_id)
-        if time.thread_time() - began > MAX_SECONDS:
+        if time.thread_time() - started_at > MAX_SECONDS:
             self.error = TOO_SLOW
 
     def _follow(self, token_id: int) -> None:

@@ -70,7 +70,7 @@ class _Order(NamedTuple):
 
     source: KvSource
     model: bytes
-    wanted: Sequence[BlockName]
+    names: Sequence[BlockName]
     take: Callable[[BlockName, bytes], bool]
     over: Callable[[bool], None]
 
@@ -300,7 +300,7 @@ class BlockPort:
             now = self._clock()
             self._num_pulls += 1
             deadline = now + DEADLINE
-            pull = Pull(order.wanted, window=self._window, patience=PATIENCE, deadline=deadline)
+            pull = Pull(order.names, window=self._window, patience=PATIENCE, deadline=deadline)
             running = _Running(self._num_pulls, order, pull, now)
             link = self._link_to(order.source, now)
             if link is None:

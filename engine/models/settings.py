@@ -43,8 +43,8 @@ def open_checkpoint(
         # Imports a package that only GGUF needs.
         from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 
-        wanted = None if config.dtype == "auto" else _DTYPES[config.dtype]
-        return GgufCheckpoint(Path(config.model).expanduser(), spec, wanted)
+        dtype_override = None if config.dtype == "auto" else _DTYPES[config.dtype]
+        return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype_override)
     return SafetensorsCheckpoint(directory, spec)
 
 

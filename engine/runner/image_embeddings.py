@@ -79,8 +79,8 @@ class ImageEmbeddings:
         for image in images:
             low, high = max(start, image.position), min(end, image.end)
             if low < high:
-                place, (_, width) = np.arange(low, high) - image.position, self._grid(image)
-                within = np.stack((np.zeros_like(place), place // width, place % width))
+                offsets, (_, width) = np.arange(low, high) - image.position, self._grid(image)
+                within = np.stack((np.zeros_like(offsets), offsets // width, offsets % width))
                 positions[:, low - start : high - start] = image.position - saved + within
             saved += self._saved(image)
             positions[:, max(0, image.end - start) :] -= self._saved(image)

@@ -266,9 +266,9 @@ class Fairness:
         """Begin a step of one isolated request, whose tenant is not charged for it."""
         self._quota = self.shares.quota(by_credit=False)
 
-    def tenant_tokens(self, request: Request, wanted: int) -> int:
-        """Return how many of `wanted` prompt tokens the tenant of a sequence can have."""
-        return self._quota.available(request.tenant, wanted)
+    def tenant_tokens(self, request: Request, num_tokens: int) -> int:
+        """Return how many of `num_tokens` prompt tokens the tenant of a sequence can have."""
+        return self._quota.available(request.tenant, num_tokens)
 
     def group_tokens(self, request: Request) -> int:
         """Return how many prompt tokens the group of a sequence can have.
@@ -284,9 +284,9 @@ class Fairness:
             self._groups.prefill(request, tokens)
         self._quota.take(request.tenant, tokens)
 
-    def drafts(self, request: Request, wanted: int) -> int:
-        """Reserve up to `wanted` rows for drafts of a decoding sequence; return the number."""
-        count = min(wanted, self._groups.rows(request), self._tenants.rows(request))
+    def drafts(self, request: Request, num_rows: int) -> int:
+        """Reserve up to `num_rows` rows for drafts of a decoding sequence; return the number."""
+        count = min(num_rows, self._groups.rows(request), self._tenants.rows(request))
         self._groups.take(request, count)
         self._tenants.take(request, count)
         return count

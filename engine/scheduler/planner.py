@@ -127,8 +127,8 @@ class Planner:
                 for each in self._fairness.in_order(others):
                     if each is not partial:
                         self._requests.preempt(each)
-            whole = self._needs_one_step(partial)
-            count = budget.try_continue(self._chunk(partial, budget), whole=whole)
+            all_or_none = self._needs_one_step(partial)
+            count = budget.try_continue(self._chunk(partial, budget), all_or_none=all_or_none)
             if count:
                 self._plan_prefill(plan, partial, count)
         if request.status is not RequestStatus.WAITING or request.num_steps_in_flight:
@@ -250,7 +250,7 @@ class Planner:
             num_tokens = self._chunk(request, budget)
             if num_tokens == 0:
                 continue
-            count = budget.try_continue(num_tokens, whole=self._needs_one_step(request))
+            count = budget.try_continue(num_tokens, all_or_none=self._needs_one_step(request))
             if count == 0:
                 break
             self._plan_prefill(plan, request, count)
@@ -302,8 +302,8 @@ class Planner:
 
     def _admitted(self, budget: StepBudget, request: Request) -> int:
         """Reserve tokens for a request that has just got its blocks; return the number."""
-        whole = self._needs_one_step(request)
-        return budget.try_admit(self._chunk(request, budget), whole=whole)
+        all_or_none = self._needs_one_step(request)
+        return budget.try_admit(self._chunk(request, budget), all_or_none=all_or_none)
 
     def _needs_one_step(self, request: Request) -> bool:
         """Return whether a request gets all tokens that `_chunk` returns in one step, or none."""

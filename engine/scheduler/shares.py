@@ -70,22 +70,22 @@ class PrefillQuota:
         self._taken: dict[int, int] = {}
         self._total = 0
 
-    def available(self, tenant: int, wanted: int) -> int:
-        """Return how many of the `wanted` prompt tokens a tenant can have."""
+    def available(self, tenant: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` prompt tokens a tenant can have."""
         taken = self._taken.get(tenant, 0)
         room, piece = self._limit - taken, self._together - self._total
         others_took = self._total > taken
         if tenant in self._credit:
             room = min(room, self._credit[tenant] - self._mixed_cost - taken)
-            if wanted > room and (room < self._mixed_cost or others_took):
+            if num_tokens > room and (room < self._mixed_cost or others_took):
                 return 0
-        if wanted > piece and others_took:
+        if num_tokens > piece and others_took:
             return 0
-        return max(0, min(wanted, room, piece))
+        return max(0, min(num_tokens, room, piece))
 
-    def take(self, tenant: int, wanted: int) -> int:
+    def take(self, tenant: int, num_tokens: int) -> int:
         """Reserve what `available` returns for a tenant; return the number of tokens."""
-        count = self.available(tenant, wanted)
+        count = self.available(tenant, num_tokens)
         if count:
             self._taken[tenant] = self._taken.get(tenant, 0) + count
             self._total += count

@@ -127,9 +127,9 @@ class BitComparison:
         positions = torch.arange(num_keys - count, num_keys)
         mask = self._mask(positions, num_keys)
         one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
-        alone = self._each(probe, positions[:1], num_keys)
+        single = self._each(probe, positions[:1], num_keys)
         return torch.equal(one, self._each(probe, positions, num_keys)) and torch.equal(
-            one[:1], alone
+            one[:1], single
         )
 
     def _is_equal_in_rows(self, probe: _Probe, num_keys: int, count: int) -> bool:

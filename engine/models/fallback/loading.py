@@ -92,12 +92,12 @@ def load_fallback(
         raise refusal(name, str(error)) from error
     if groups is not None:
         decoder = decoder.grouped(groups(decoder.spec))
-    asked = settings.model_impl == "transformers"
+    is_requested = settings.model_impl == "transformers"
     logger.info(
         "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",
         name,
         transformers.__version__,
-        "--model-impl transformers" if asked else "no built-in family",
+        "--model-impl transformers" if is_requested else "no built-in family",
         decoder.spec.num_layers,
     )
     return LoadedFallback(decoder, _fingerprint(directory, settings))

@@ -174,7 +174,7 @@ class DecoderLoader:
     def load(self, progress: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
         """Read all weights of this process and return the model.
 
-        `progress` is called with the number of the layer being read, from 1, and the number of layers.
+        `progress` is called with the number of the layer being read, from 1, and that of layers.
         """
         spec, types, device = self._spec, self._types, self._device
         longest = self._max_model_len

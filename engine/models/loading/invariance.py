@@ -29,9 +29,9 @@ def is_batch_invariant(
         kernels: fused kernels used by the model.
         is_quantized: whether the model's products are quantized.
     """
-    wanted = config.executor.batch_invariant
-    if wanted is not None:
-        return wanted
+    setting = config.executor.batch_invariant
+    if setting is not None:
+        return setting
     reason: str | None = "the model is quantized"
     if not is_quantized:
         reason = _reason_against(config, spec, types, device, kernels)

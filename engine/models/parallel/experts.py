@@ -268,10 +268,10 @@ class ExpertGroup:
         failure, self._failure = self._failure, None
         if self._shards is None or (self._group is self._shards and failure is None):
             return
-        lost = self._shards.all_gather_counts(failure is not None)
-        if any(lost):
+        failures = self._shards.all_gather_counts(failure is not None)
+        if any(failures):
             raise ExpertsLost(
-                str(failure or f"process {lost.index(1)} of the engine lost the group")
+                str(failure or f"process {failures.index(1)} of the engine lost the group")
             )
 
     @property

@@ -202,11 +202,11 @@ class VocabParallelHead(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map states [rows, hidden] to logits [rows, vocab]; other ranks than 0 return no rows."""
-        mine = self.base(x)
+        local = self.base(x)
         rows, first = len(x), self._group.rank == 0
-        sent = [mine.numel()] + [0] * (self._group.size - 1)
+        sent = [local.numel()] + [0] * (self._group.size - 1)
         received = [rows * width if first else 0 for width in self._widths]
-        parts = torch.split(self._group.all_to_all(mine.flatten(), sent, received), received)
+        parts = torch.split(self._group.all_to_all(local.flatten(), sent, received), received)
         if not first:
-            return mine.new_empty(0, sum(self._widths))
+            return local.new_empty(0, sum(self._widths))
         return torch.cat([part.view(rows, -1) for part in parts], dim=1)
