@@ -141,10 +141,10 @@ def compare_steps(model: str, rounds: int) -> list[Pair]:
     from benchmarks.engine_bench import command_line, measure
 
     found: dict[str, tuple[list[float], list[float]]] = {}
-    given = [model, "--rows", "1", "16", "--prompt", "64", "--steps", "24", "--prefills", "3"]
+    arguments = [model, "--rows", "1", "16", "--prompt", "64", "--steps", "24", "--prefills", "3"]
     for _ in range(rounds):
         for which, flags in enumerate(([], ["--enforce-eager"])):
-            options = command_line().parse_args([*given, *flags])
+            options = command_line().parse_args([*arguments, *flags])
             for name, parts in measure(options).items():
                 found.setdefault(name, ([], []))[which].append(parts["all"]["step"])
     return [

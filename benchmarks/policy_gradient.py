@@ -132,13 +132,13 @@ class Trainer:
         logits = self._model(
             ids, attention_mask=mask, position_ids=positions, logits_to_keep=TOKENS + 1
         ).logits[:, :-1]
-        own = logits.log_softmax(-1).gather(2, ids[:, -TOKENS:, None])[..., 0]
+        logprobs = logits.log_softmax(-1).gather(2, ids[:, -TOKENS:, None])[..., 0]
         self._optimizer.zero_grad()
-        (-(gains * own).sum(1).mean()).backward()
+        (-(gains * logprobs).sum(1).mean()).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         served = torch.tensor([each.logprobs for each in samples])
-        return float((served - own.detach()).abs().mean())
+        return float((served - logprobs.detach()).abs().mean())
 
 
 def gains_of(rewards: Tensor) -> Tensor:

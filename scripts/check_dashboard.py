@@ -97,11 +97,11 @@ def main() -> None:
     parser.add_argument("--rate-interval", default="1m", help="what it takes rates over")
     options = parser.parse_args()
     try:
-        given = dict(pair.split("=", 1) for pair in options.set)
+        settings = dict(pair.split("=", 1) for pair in options.set)
     except ValueError:
         parser.error("--set wants NAME=VALUE")
     intervals = {"__rate_interval": options.rate_interval, "__interval": options.rate_interval}
-    variables = {**intervals, "__range": options.range, **given}
+    variables = {**intervals, "__range": options.range, **settings}
     dashboard = json.loads(options.dashboard.read_text(encoding="utf-8"))
     queries = list(queries_of(dashboard["panels"]))
     findings = [ask(options.prometheus, query, variables) for query in queries]

@@ -41,10 +41,10 @@ def draft_price(
     if draft is None:
         return 0.0
     num_logits = draft.num_logits if isinstance(draft, DraftHead) else draft.spec.vocab_size
-    own = config.model.quantization
-    drafting = config.scheduler.speculative_model_quantization or own
+    target_quantization = config.model.quantization
+    drafting = config.scheduler.speculative_model_quantization or target_quantization
     whole = 8 * dtype.itemsize
-    bits = _BITS.get(drafting or "", whole) / _BITS.get(own or "", whole)
+    bits = _BITS.get(drafting or "", whole) / _BITS.get(target_quantization or "", whole)
     return bits * weights_of_token(draft.spec, num_logits) / weights_of_token(served)
 
 

@@ -140,7 +140,7 @@ class InProcessExecutor(GroupExecutor):
         self._report("allocating the KV cache")
         self.info = self._size_cache(loaded, engines_on_node * processes)
         self._steps = StepThread(
-            self._device, own=config.scheduler.steps_overlap or self._num_stages > 1
+            self._device, own_thread=config.scheduler.steps_overlap or self._num_stages > 1
         )
         self.grammars: GrammarTable | None = grammar_table(
             model_directory(config.model, weights=False),

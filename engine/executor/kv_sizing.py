@@ -90,14 +90,16 @@ class KvSizing:
         if self.leader is not None:
             self.leader.call(BeginTrial(num_blocks))
 
-    def _minimum_over_workers(self, own: int) -> int:
+    def _minimum_over_workers(self, num_blocks: int) -> int:
         """Return the minimum of free KV blocks over all processes, once all have replied."""
         others = [] if self.leader is None else self.leader.team.collect()
-        return min([own, *(answer.free_blocks for answer in others)])
+        return min([num_blocks, *(answer.free_blocks for answer in others)])
 
     def _block_bytes(self, model: Decoder) -> int:
         """Return the bytes of one block, in the KV caches of both models if there are two."""
         models = (model,) if self.draft is None else (model, self.draft)
         size = self.config.cache.block_size
-        kept = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0
-        return kept + sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)
+        state_bytes = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0
+        return state_bytes + sum(
+            bytes_per_block(each.spec, size, each.kv_format) for each in models
+        )

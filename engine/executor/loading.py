@@ -127,7 +127,7 @@ def load_model(
     )
     in_one_process = in_group is None and parallel.processes == 1
     types = compute_types(spec, settings, checkpoint, device=device, in_one_process=in_one_process)
-    types = types._replace(kept=config.cache.kv_cache_dtype)
+    types = types._replace(kv_cache_dtype=config.cache.kv_cache_dtype)
     if balance is None and in_group is not None and parallel.enable_eplb:
         balance = _new_balance(spec, parallel, in_group.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
@@ -135,7 +135,7 @@ def load_model(
     kernels = None if is_stock else fused_kernels(types.activations, device)
     rounding = quantization(settings, types, device=device, in_one_process=in_one_process)
     is_whole = in_group is None and shard is None
-    is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
+    is_plain = rounding is None and types.kv_cache_dtype == "auto" and not config.lora.enable_lora
     if kernels is not None and device.type == "cpu" and is_plain and is_whole:
         report("preparing kernels: the first start on a machine compiles them")
         compile_ahead(spec, draws_tokens=pooling is None)
@@ -218,11 +218,11 @@ def draft_settings(config: EngineConfig) -> ModelConfig:
     """Return the model settings for drafting, except length: a model, a head, or a layer."""
     name, quantization = config.scheduler.speculative_model, config.model.quantization
     quantization = config.scheduler.speculative_model_quantization or quantization
-    own = msgspec.structs.replace(config.model, quantization=quantization)
+    settings = msgspec.structs.replace(config.model, quantization=quantization)
     if name is None:
-        return own
+        return settings
     return msgspec.structs.replace(
-        own, model=name, revision=None, model_impl="swell", runner="generate"
+        settings, model=name, revision=None, model_impl="swell", runner="generate"
     )
 
 

@@ -91,12 +91,18 @@ def check_draft_model(
             f"{what}: it was made for {spec.max_position_embeddings} positions: set "
             f"--max-model-len to that or less, which is {max_model_len} now"
         )
-    own, others = _tokens(directory), _tokens(model_directory(served, weights=False))
-    if own is not None and others is not None and own != others:
-        different = min(index for index, _ in set(own.items()) ^ set(others.items()))
+    draft_tokens, served_tokens = (
+        _tokens(directory),
+        _tokens(model_directory(served, weights=False)),
+    )
+    if draft_tokens is not None and served_tokens is not None and draft_tokens != served_tokens:
+        different = min(
+            index for index, _ in set(draft_tokens.items()) ^ set(served_tokens.items())
+        )
         raise BadDraftModel(
-            f"{what}: token {different} is {own.get(different)!r} in its tokenizer, and "
-            f"{others.get(different)!r} in that of the model that is served: both need the same"
+            f"{what}: token {different} is {draft_tokens.get(different)!r} in its tokenizer, and "
+            f"{served_tokens.get(different)!r} in that of the model that is served: both need the "
+            "same"
         )
 
 

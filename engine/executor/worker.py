@@ -103,7 +103,7 @@ class Worker:
         # A single engine has all experts in its own processes.
         self._holder.share_experts(grid.shards if parallel.data_parallel_size == 1 else None)
         self._cache: list[Tensor] = []
-        self._steps = StepThread(device, own=False)
+        self._steps = StepThread(device, own_thread=False)
         self._trial: MemoryTrial | None = None
         self._receives: deque[Transfer] = deque()
         """Receives of states from the previous stage, for pending steps."""

@@ -86,16 +86,16 @@ class DecoderLayer(Module):
     def _added(self, x: Tensor, norm: Rows | None, block: Any, *arguments: Any) -> Tensor:
         if self._adds_alone:
             return add_to(x, block, *arguments)
-        made: Tensor = block(*arguments)
-        if not made.shape[0]:
+        output: Tensor = block(*arguments)
+        if not output.shape[0]:
             return x
         if self._shards is not None:
-            made = self._shards.all_reduce(made)
+            output = self._shards.all_reduce(output)
         if norm is not None:
-            made = norm(made)
+            output = norm(output)
         if self.residual_scale != 1.0:
-            made = made.mul_(self.residual_scale)
-        return x.add_(made)
+            output = output.mul_(self.residual_scale)
+        return x.add_(output)
 
 
 class Followers(Protocol):

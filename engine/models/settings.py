@@ -60,13 +60,13 @@ class ComputeTypes(NamedTuple):
     """Also the dtype of the weights."""
     cache: torch.dtype
     """Dtype in which attention reads keys and values."""
-    kept: KvCacheDtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     """Storage format of the KV cache; auto: the dtype above."""
 
     @property
     def kv_format(self) -> KvFormat:
         """The format of the KV cache."""
-        return kv_format(self.cache, self.kept)
+        return kv_format(self.cache, self.kv_cache_dtype)
 
 
 def compute_types(

@@ -158,8 +158,8 @@ class HeadDrafts:
         # The state before a row's first token comes from the previous step.
         before = np.where(offsets > 0, rows.first_token[row] + offsets - 1, len(states) + row)
         known = torch.cat((states, self._last[self._tensor(rows.slots)]))
-        given = known.index_select(0, self._tensor(before))
-        self._run(rows.slots[chosen], begins, counts, given, wants_draws=False)
+        known_states = known.index_select(0, self._tensor(before))
+        self._run(rows.slots[chosen], begins, counts, known_states, wants_draws=False)
 
     def _keep(self, rows: BatchRows, counts: IntArray, states: Tensor) -> None:
         """Store the last state of each row, and of each block that is full now."""

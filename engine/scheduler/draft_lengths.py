@@ -200,13 +200,13 @@ class DraftLengths:
     def _probabilities(self, candidate: Candidate) -> Iterator[float]:
         """Yield the probability, per position, that a draft is accepted up to there."""
         counts = self._counts[candidate.id]
-        total = own = _PRIOR
+        total = estimate = _PRIOR
         probability = 1.0
         for position in range(min(candidate.limit, self._limit)):
             total = self._totals.estimate(position, total)
-            prior = (total + own) / 2 if position else total
-            own = counts.estimate(position, prior)
-            probability *= own
+            prior = (total + estimate) / 2 if position else total
+            estimate = counts.estimate(position, prior)
+            probability *= estimate
             yield probability
 
     def _probe(self, choice: Choice, candidates: Sequence[Candidate]) -> None:

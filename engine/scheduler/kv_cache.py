@@ -204,7 +204,7 @@ class KVCacheManager:
                 assert ids is not None
                 self._tiers.write_block(ids[0], content)
                 self._caches[group].insert(digest, ids[0])
-                self._pool.keep(ids[0])
+                self._pool.mark_cached(ids[0])
                 self._report_stored(group, table, index_of[digest], token_ids)
                 acquired += ids
                 if group != self._reported_group:
@@ -258,7 +258,7 @@ class KVCacheManager:
         for number, (cache, group) in enumerate(zip(self._caches, table.groups, strict=True)):
             for index in range(table.num_committed, num_full):
                 if cache.insert(table.digests[index], group.ids[index]):
-                    self._pool.keep(group.ids[index])
+                    self._pool.mark_cached(group.ids[index])
                     self._report_stored(number, table, index, token_ids)
                     if tiers is not None:
                         tiers.store((number, table.digests[index]), group.ids[index])
@@ -325,11 +325,11 @@ class KVCacheManager:
         """Raise AssertionError if a block is leaked, wrongly shared or wrongly named."""
         tables = list(tables)
         self._pool.check_integrity([table.held() for table in tables])
-        kept = self._pool.kept_blocks()
+        cached = self._pool.cached_blocks()
         for cache in self._caches:
             cache.check_integrity()
         named = [block_id for cache in self._caches for block_id in cache.digest_of]
-        assert sorted(named) == sorted(kept), "named blocks differ from the kept blocks"
+        assert sorted(named) == sorted(cached), "named blocks differ from the kept blocks"
         for table in tables:
             assert table.num_blocks == len(table.held())
             for group, span in zip(table.groups, self._shape.spans, strict=False):

@@ -140,9 +140,11 @@ class Parties:
         return any(party != self._key(request) for party in self._ready)
 
     def _begin(self, ready: Collection[int]) -> None:
-        kept = 1.0 + self._costs.prefill
+        max_kept = 1.0 + self._costs.prefill
         self._credit = {
-            party: self._credit[party] if party in self._saving else min(self._credit[party], kept)
+            party: self._credit[party]
+            if party in self._saving
+            else min(self._credit[party], max_kept)
             for party in self._refilled
         }
         self._ready = ready

@@ -167,7 +167,7 @@ def load_driver(
     loader = DecoderLoader(
         spec,
         weights,
-        types=types._replace(kept=kv_cache_dtype),
+        types=types._replace(kv_cache_dtype=kv_cache_dtype),
         device=device,
         max_model_len=model_length(spec, config),
         quantization=config.quantization,

@@ -145,7 +145,7 @@ class HeadProjections(SelfAttention):
         self.qk_norm = qk_norm
         self._query_size = spec.query_size
         self._queries = (spec.num_heads, spec.head_dim)
-        self._kept = spec.kv_shape
+        self._kv_shape = spec.kv_shape
         self._rotated = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self._rotated_size = spec.query_size + spec.kv_size
 
@@ -169,7 +169,7 @@ class HeadProjections(SelfAttention):
             target.copy_(heads)
         qkv = qkv.to(self._kv.dtype)
         keys_values = qkv[:, self._query_size :]
-        self._kv.write(cache, slots, keys_values.view(tokens, *self._kept))
+        self._kv.write(cache, slots, keys_values.view(tokens, *self._kv_shape))
         return qkv[:, : self._query_size].view(tokens, *self._queries)
 
 
@@ -203,7 +203,7 @@ class LatentProjections(SelfAttention):
         self._latent: LatentSpec = spec.latent
         self._heads = spec.num_heads
         self._width = spec.head_dim
-        self._kept = spec.kv_shape
+        self._kv_shape = spec.kv_shape
         self.qkv_a_proj = inputs
         self.q_b_proj = queries
         self.kv_a_norm = norm
@@ -215,18 +215,18 @@ class LatentProjections(SelfAttention):
         """Write latents and rotated keys; return queries for both."""
         assert rotated is not None, "a part of each head knows positions"
         spec, tokens, rank = self._latent, x.shape[0], self._latent.rank
-        made = self.qkv_a_proj(x)
-        first = made.shape[1] - rank - spec.rotated_size
-        query, latent, key = torch.split(made, [first, rank, spec.rotated_size], dim=1)
+        projected = self.qkv_a_proj(x)
+        first = projected.shape[1] - rank - spec.rotated_size
+        query, latent, key = torch.split(projected, [first, rank, spec.rotated_size], dim=1)
         if self.q_b_proj is not None:
             query = self.q_b_proj(query.contiguous())
         heads = query.view(tokens, self._heads, -1)
         plain, turned = torch.split(heads, [spec.plain_size, spec.rotated_size], dim=2)
         turned = rotate(torch.cat((turned, key.unsqueeze(1)), dim=1), *rotated)
-        kept = x.new_empty(tokens, self._width, dtype=self._kv.dtype)
-        kept[:, :rank] = self.kv_a_norm(latent.contiguous())
-        kept[:, rank:] = turned[:, -1]
-        self._kv.write(cache, slots, kept.view(tokens, *self._kept))
+        entries = x.new_empty(tokens, self._width, dtype=self._kv.dtype)
+        entries[:, :rank] = self.kv_a_norm(latent.contiguous())
+        entries[:, rank:] = turned[:, -1]
+        self._kv.write(cache, slots, entries.view(tokens, *self._kv_shape))
         queries = x.new_empty(tokens, self._heads, self._width, dtype=self._kv.dtype)
         queries[..., :rank] = self.k_b_proj(plain.flatten(1)).view(tokens, self._heads, rank)
         queries[..., rank:] = turned[:, :-1]

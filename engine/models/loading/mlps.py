@@ -94,8 +94,8 @@ class MlpLoader:
             return SparseMlp(router, experts, shared, scales_inputs=moe.scales_inputs)
         spread = DistributedExperts(self._group, layer)
         self.load_share(spread, prefix, layer)
-        own = partial(self._group.compute_own_tokens, bank=self._products.bank)
-        return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
+        partition = partial(self._group.compute_own_tokens, bank=self._products.bank)
+        return SparseMlp(router, spread, shared, partition, scales_inputs=moe.scales_inputs)
 
     def load_share(self, experts: DistributedExperts, prefix: str, layer: int) -> None:
         """Keep this engine's experts, drop all others and load missing ones."""

@@ -141,11 +141,11 @@ def _renumbered(placed: Placement, before: Placement) -> Placement:
         for rank, had in enumerate(before)
         if len(held) == len(had)
     )
-    given: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for _, number, rank in kept:
-        if number not in given and rank not in given.values():
-            given[number] = rank
-    return [placed[number] for number in sorted(given, key=lambda each: given[each])]
+        if number not in numbers and rank not in numbers.values():
+            numbers[number] = rank
+    return [placed[number] for number in sorted(numbers, key=lambda each: numbers[each])]
 
 
 class ExpertBalance:

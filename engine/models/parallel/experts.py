@@ -209,10 +209,10 @@ class ExpertGroup:
         Raises:
             GroupBroken: a rank is missing. With shards, `end_step` raises it instead.
         """
-        own = self.part(num_tokens)
+        local_tokens = self.part(num_tokens)
         self.counts = []
         with self._completing_step():
-            self.counts = self.group.all_gather_counts(own.stop - own.start)
+            self.counts = self.group.all_gather_counts(local_tokens.stop - local_tokens.start)
         return any(self.counts)
 
     def next_change(self) -> int | None:
@@ -337,10 +337,10 @@ class DistributedExperts(Module):
 
         `first` is the number of the first local copy; see `ExpertGroup.local_copies`.
         """
-        kept = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
+        retained = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
         self.experts = nn.ModuleList()
         self._first, self.share, self._load = first, share, load
-        self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
+        self.experts = nn.ModuleList(retained.pop(i) if i in retained else load(i) for i in share)
 
     def change(self) -> None:
         """Apply the group's current placement."""

@@ -123,7 +123,7 @@ class JoinedExecutor(CheckedExecutor):
 
     def __init__(self, settings: EngineConfig, rank: int) -> None:
         super().__init__(settings)
-        self.thread = StepThread(torch.device("cpu"), own=settings.scheduler.steps_overlap)
+        self.thread = StepThread(torch.device("cpu"), own_thread=settings.scheduler.steps_overlap)
         self._rank = rank
         self._formation = Formation()
         self._number = 0
