@@ -77,17 +77,17 @@ def test_large_outputs_go_in_frames_to_front_ends_that_take_them(
     sender: Sender, transport: Transport, tmp_path: Path
 ) -> None:
     vector = bytes(range(256)) * 4 * 5000
-    said = StepOutputs(stats(1), [RequestOutput(1, [], pooled=vector)])
+    message = StepOutputs(stats(1), [RequestOutput(1, [], pooled=vector)])
     for index, protocol in enumerate((PROTOCOL_VERSION, PROTOCOL_VERSION - 1)):
         address = f"ipc://{tmp_path}/{index}"
         pull = transport.bind(zmq.PULL, address, largest=16 << 20)
         sender.connect_front_end(index, address, protocol)
-        sender.send_step(CoreStep({index: said.outputs}, [], stats(1)))
+        sender.send_step(CoreStep({index: message.outputs}, [], stats(1)))
         assert pull.poll(60_000)
         if protocol == PROTOCOL_VERSION:
-            assert Inbox(pull, StepOutputs, "test").receive() == (b"", said)
+            assert Inbox(pull, StepOutputs, "test").receive() == (b"", message)
         else:
-            assert msgspec.msgpack.decode(pull.recv(), type=StepOutputs) == said
+            assert msgspec.msgpack.decode(pull.recv(), type=StepOutputs) == message
 
 
 def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport: Transport) -> None:
@@ -177,8 +177,8 @@ def test_work_that_begins_is_told_at_once_and_its_end_when_it_is_said_again() ->
 def test_short_work_in_a_row_is_told_now_and_then() -> None:
     throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
     offers = [busy, idle] * 50
-    told = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
-    assert len(told) == 5
+    sent = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
+    assert len(sent) == 5
     assert throttle.holds
     assert throttle.take(6.0) == idle
     assert throttle.offer(busy, 6.1) == busy, "the end was told at last"

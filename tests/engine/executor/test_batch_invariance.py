@@ -119,8 +119,8 @@ def test_kernels_for_products_and_attention_are_asked_for(
 
 
 def test_engines_compare_what_is_set() -> None:
-    told = [
+    configs = [
         group_config(EngineConfig(executor=ExecutorConfig(batch_invariant=value)))
         for value in (None, True, False)
     ]
-    assert [each["batch_invariant"] for each in told] == ["auto", "True", "False"]
+    assert [each["batch_invariant"] for each in configs] == ["auto", "True", "False"]

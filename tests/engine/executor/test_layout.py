@@ -17,9 +17,9 @@ def test_each_node_has_consecutive_stages_and_the_leaders_has_the_last(layout: L
     for node in [*range(1, layout.nodes), 0]:
         ranks = layout.on_node(node)
         assert sorted(map(layout.index_on_node, ranks)) == list(range(layout.size // layout.nodes))
-        places = sorted(map(layout.position, ranks))
-        assert {place.shard for place in places} == set(range(layout.shards))
-        found += places
+        positions = sorted(map(layout.position, ranks))
+        assert {position.shard for position in positions} == set(range(layout.shards))
+        found += positions
     assert layout.node(0) == 0
     assert found == [(s, part) for s in range(layout.stages) for part in range(layout.shards)]
 

@@ -217,14 +217,14 @@ def test_experts_by_a_kernel_are_cut_like_others(
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
-    ours = checkpoint("llama").directory
-    theirs = Path(shutil.copytree(ours, tmp_path / "other"))
-    with (theirs / "model.safetensors").open("r+b") as weights:
+    directory = checkpoint("llama").directory
+    copy = Path(shutil.copytree(directory, tmp_path / "other"))
+    with (copy / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x11")
-    team = Team(settings(theirs, 1, stages=2), 0, 1)
+    team = Team(settings(copy, 1, stages=2), 0, 1)
     with pytest.raises(MismatchedWorkers, match=r"worker 1 on .* has parts of other weights"):
-        InProcessExecutor(settings(ours, 1, stages=2), team=team)
+        InProcessExecutor(settings(directory, 1, stages=2), team=team)
     assert not any(map(psutil.pid_exists, team.pids))
 
 
@@ -239,13 +239,13 @@ def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
     for engine in (start(model.directory, 2).driver, driver(model.directory)):
         engine.start(0, prompt(20), sampling)
         results.append(engine.prefill(0))
-    ours, theirs = results
-    assert ours.token_ids == theirs.token_ids
-    assert [p.top_ids for p in ours.prompt_logprobs[0]] == [
-        p.top_ids for p in theirs.prompt_logprobs[0]
+    one, two = results
+    assert one.token_ids == two.token_ids
+    assert [p.top_ids for p in one.prompt_logprobs[0]] == [
+        p.top_ids for p in two.prompt_logprobs[0]
     ]
-    for mine, other in zip(ours.prompt_logprobs[0], theirs.prompt_logprobs[0], strict=True):
-        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    for entry, other in zip(one.prompt_logprobs[0], two.prompt_logprobs[0], strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,10 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
 def test_a_mask_that_takes_long_ends_by_itself(compiler: GrammarCompiler) -> None:
     options = '("a")? ' * 9900
     matcher = new_matcher(compiler.tokenizer(), LLMatcher.grammar_from_lark(f"start: {options}"))
-    began = time.thread_time()
+    started_at = time.thread_time()
     for token in compiler.tokens_of("aa"):
         matcher.compute_bitmask()
         matcher.consume_token(token)
     matcher.compute_bitmask()
     assert matcher.is_error()
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - started_at < 10

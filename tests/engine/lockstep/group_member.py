@@ -32,11 +32,11 @@ class Member:
         """Execute an order; return the engine's state, and its rank if it has joined."""
         members = [GroupMember(rank, rank) for rank in ranks]
         group = self.grouping.ordered(FormGroup(topology, members, address))
-        place: list[int] = []
+        assignment: list[int] = []
         if group is not None:
             self.group: EngineGroup = group
-            place = [group.rank, group.size, group.topology]
-        return [self.reports[-1].state, self.reports[-1].address, place]
+            assignment = [group.rank, group.size, group.topology]
+        return [self.reports[-1].state, self.reports[-1].address, assignment]
 
     def rows(self, row: list[int]) -> list[list[int]]:
         return self.group.all_gather_rows(row).wait()

@@ -143,7 +143,7 @@ class JoinedExecutor(CheckedExecutor):
         return super().submit(plan).result()
 
 
-class Places:
+class Assignments:
     """Joins every ordered formation; replaces `Grouping`."""
 
     def __init__(self, rank: int, executor: JoinedExecutor, formations: list[Formation]) -> None:
@@ -186,11 +186,11 @@ class Engine:
         )
         self.core.front_end_joined(0, 1)
         self._cluster = cluster
-        places = Places(rank, self.executor, cluster.formations)
+        assignments = Assignments(rank, self.executor, cluster.formations)
         self.loop = LockstepLoop(
             self.core,
             self.wave,
-            cast("Grouping", places),
+            cast("Grouping", assignments),
             Shutdown(self.core, 1.0),
             self.inbox,
             self,
@@ -356,7 +356,9 @@ def test_a_dummy_batch_is_a_step_of_all_engines() -> None:
 def test_tokens_are_the_same_whatever_happens_to_the_group(
     overlap: bool, policy: str, whole: bool
 ) -> None:
-    told = served(0, overlap=False, policy=policy, disturbed=False)
-    assert sum(map(len, told.values())) == sum(request(id).sampling.max_tokens for id in told)
+    expected = served(0, overlap=False, policy=policy, disturbed=False)
+    assert sum(map(len, expected.values())) == sum(
+        request(id).sampling.max_tokens for id in expected
+    )
     for seed in range(6):
-        assert served(seed, overlap=overlap, policy=policy, disturbed=True, whole=whole) == told
+        assert served(seed, overlap=overlap, policy=policy, disturbed=True, whole=whole) == expected

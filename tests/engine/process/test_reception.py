@@ -227,8 +227,8 @@ def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_aga
     reception.handle(welcome(), 0.0)
     reception.handle(Serve(SETUP), 0.1)
     held = [HeldAdapter(1, "v1")]
-    told = reception.handle(SetAdapters(sheet(3), held), 0.2)
-    (register,) = (each.message for each in told if isinstance(each, Register))
+    actions = reception.handle(SetAdapters(sheet(3), held), 0.2)
+    (register,) = (each.message for each in actions if isinstance(each, Register))
     assert isinstance(register, Ready)
     assert register.adapters == held
     forgotten = reception.handle(HeartbeatAck(EPOCH + 1, known=False), 1.0)

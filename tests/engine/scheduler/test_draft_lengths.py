@@ -27,9 +27,9 @@ def price(decodes: int, lengths: list[int], prices: Prices) -> float:
 class Trace:
     """Runs this many requests concurrently, each of which always has a draft."""
 
-    def __init__(self, decodes: int, most: int, prices: Prices) -> None:
-        self.lengths = DraftLengths(most, prices)
-        self.candidates = [Candidate(id, most) for id in range(decodes)]
+    def __init__(self, decodes: int, limit: int, prices: Prices) -> None:
+        self.lengths = DraftLengths(limit, prices)
+        self.candidates = [Candidate(id, limit) for id in range(decodes)]
         self.prices = prices
         self.tokens = 0
         self.price = 0.0
@@ -65,11 +65,11 @@ def test_no_other_lengths_yield_more_for_their_price(first: int) -> None:
 
 def check_choice(source: random.Random) -> None:
     """Compare what is chosen among drawn offers with all that could be."""
-    listed, most = source.randint(1, 3), source.randint(1, 3)
+    listed, limit = source.randint(1, 3), source.randint(1, 3)
     decodes = listed + source.choice([0, 0, 1, 20])
     prices = Prices(source.choice([0.0, 0.01, 0.1, 0.5]), source.choice([0.0, 0.05, 0.6]))
     probabilities = [
-        sorted((source.random() for _ in range(source.randint(0, most))), reverse=True)
+        sorted((source.random() for _ in range(source.randint(0, limit))), reverse=True)
         for _ in range(listed)
     ]
 
