@@ -436,13 +436,13 @@ class Simulation:
             FrontEnd(
                 index,
                 policy(index),
-                LoadTable(table, place),
+                LoadTable(table, index_on_node),
                 view,
                 BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
                 Split(split_length, policy(index)) if prefill_engines else None,
             )
             for index in range(front_ends)
-            for node, place in [divmod(index, per_node)]
+            for node, index_on_node in [divmod(index, per_node)]
             for table in [directory / f"loads-{node}"]
         ]
         self._specs: list[Spec] = []
@@ -459,9 +459,9 @@ class Simulation:
         """Serve all requests, including follow-ups."""
         self._expect(specs)
         self._at(VIEW_INTERVAL, self._publish)
-        for place, front_end in enumerate(self._front_ends):
+        for index, front_end in enumerate(self._front_ends):
             if front_end.blocks is not None:
-                first = BLOCK_QUERY_INTERVAL * place / len(self._front_ends)
+                first = BLOCK_QUERY_INTERVAL * index / len(self._front_ends)
                 self._at(first, partial(self._follow, front_end))
         while self._num_open:
             self._now, _, event = heapq.heappop(self._events)

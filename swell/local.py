@@ -72,7 +72,7 @@ class LocalEngine:
             self,
             StepWatch(config.executor.step_timeout),
             drain_timeout=config.cluster.drain_timeout,
-            on_turn=lambda: None,
+            on_iteration=lambda: None,
             on_drain=lambda: None,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -103,7 +103,7 @@ class LocalEngine:
 
     # -- Outlet: called from the engine's thread -------------------------------------------------
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         """Pass the outputs of a step to the event loop."""
         if step.outputs or step.utility_results:
             self._call_on_loop(lambda: self._deliver(step))

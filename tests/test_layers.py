@@ -103,7 +103,7 @@ STATE_MACHINES = [
         for name in (
             "coordinator/events.py", "coordinator/formation.py", "coordinator/groups.py",
             "coordinator/placement.py", "coordinator/state.py", "coordinator/wave.py",
-            "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
+            "engine/core/shutdown.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/wave_clock.py",
             "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",

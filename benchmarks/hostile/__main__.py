@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.hostile.operations import OPERATIONS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
-_TELL_EVERY = 10.0
+_PRINT_EVERY = 10.0
 """Seconds between progress lines without a terminal."""
 
 
@@ -83,13 +83,13 @@ def main() -> None:
             for name in getattr(trial, kind)(*given.get(kind, ())):
                 progress.update(task, description=f"{kind}: {name}", advance=1)
                 if not console.is_terminal and time.monotonic() >= due:
-                    due = time.monotonic() + _TELL_EVERY
+                    due = time.monotonic() + _PRINT_EVERY
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)
             progress.update(task, total=1, completed=1)
     console.print(table(trial))
-    for each in trial.left:
+    for each in trial.leftovers:
         console.print(f"[red]left behind:[/] {each}")
-    sys.exit(1 if trial.left or any(row.wrong for row in trial.rows) else 0)
+    sys.exit(1 if trial.leftovers or any(row.wrong for row in trial.rows) else 0)
 
 
 if __name__ == "__main__":

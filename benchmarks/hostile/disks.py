@@ -67,13 +67,13 @@ def full_disk() -> tuple[str, list[str]]:
             "--socket-dir", str(disk / "node"), "--log-level", "error",
         ) as stack,
     ):  # fmt: skip
-        began = {name: process.pid for name, process in stack.processes().items()}
+        pids = {name: process.pid for name, process in stack.processes().items()}
         before = _keep(stack.url)
         fill(disk)
         _ask(f"{stack.url}/admin/scale", {"data_parallel_size": 2})
         after = _keep(stack.url)
         now = {name: process.pid for name, process in stack.processes().items()}
-        died = [name for name, pid in began.items() if now.get(name) != pid]
+        died = [name for name, pid in pids.items() if now.get(name) != pid]
     wrong = [f"{name} died" for name in died]
     for when, statuses in (("before it was full", before), ("on a full disk", after)):
         wrong += [f"{n} times {what} {when}" for what, n in statuses.items() if what != "kept"]

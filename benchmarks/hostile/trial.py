@@ -89,8 +89,8 @@ class Row:
     size: int
     """Bytes of the request's body; 0 if there is no single one."""
     cost: Cost
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
     wrong: list[str] = field(default_factory=list)
     """Exceeded bounds, and unexpected answers."""
     gap_ratio: float | None = None
@@ -114,7 +114,7 @@ class Trial:
         bystanders: int = NUM_BYSTANDERS,
     ) -> None:
         self.rows: list[Row] = []
-        self.left: list[str] = []
+        self.leftovers: list[str] = []
         """Resources still in use some time after the last attack."""
         self._more_attempts = MORE_ATTEMPTS
         self._key = key
@@ -150,7 +150,7 @@ class Trial:
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
         try:
-            self.left = self._left()
+            self.leftovers = self._left()
         finally:
             self._stack.__exit__(*error)
         self._judge_gaps()
@@ -282,9 +282,9 @@ class Trial:
         """Measure the effect of long requests on other streams, alternating with and without
         them."""
         for name, body in long_requests().items():
-            began = time.monotonic()
+            started_at = time.monotonic()
             ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
-            row = Row(name, "", 0, Cost(0, 0.0, 0.0), began, time.monotonic(), gap_ratio=ratio)
+            row = Row(name, "", 0, Cost(0, 0.0, 0.0), started_at, time.monotonic(), gap_ratio=ratio)
             if ratio > GAP_BOUND:
                 row.wrong.append(f"others' gaps {ratio:.2f} times as long")
             self.rows.append(row)
@@ -317,18 +317,18 @@ class Trial:
 
     def disks(self) -> Iterator[str]:
         """Fill the disk of a separate server; requires root."""
-        name, began = "full disk", time.monotonic()
+        name, started_at = "full disk", time.monotonic()
         outcome, wrong = full_disk()
         nothing = Cost(0, 0.0, 0.0)
-        self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
+        self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
         yield name
 
     def queues(self) -> Iterator[str]:
         """In a separate server, fill each queue before the engines for one of two tenants."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         for name, outcome, wrong in waits():
             nothing = Cost(0, 0.0, 0.0)
-            self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
+            self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
             yield name
 
     def _request(self, name: str, path: str, body: bytes) -> Row:
@@ -346,7 +346,7 @@ class Trial:
 
     def _measured(self, name: str, size: int, attack: Callable[[], str], held: int = 0) -> Row:
         costs: list[Cost] = []
-        began = time.monotonic()
+        started_at = time.monotonic()
         while not costs or costs[-1].stall > STALL_BOUND:
             if len(costs) >= ATTEMPTS and self._more_attempts <= 0:
                 break
@@ -361,7 +361,7 @@ class Trial:
             min(each.stall for each in costs),
             min(each.silence for each in costs),
         )
-        row = Row(name, outcome, size, cost, began, time.monotonic())
+        row = Row(name, outcome, size, cost, started_at, time.monotonic())
         if row.cost.memory > MEMORY_BOUND + size + held:
             row.wrong.append(f"grew by {row.cost.memory >> 20} MB")
         if row.cost.stall > STALL_BOUND:
@@ -375,7 +375,7 @@ class Trial:
             return
         calm = self._beside.median_between(self._calm_from, self._calm_until)
         for row in [each for each in self.rows if each.gap_ratio is None]:
-            gap = self._beside.median_between(row.began, row.ended)
+            gap = self._beside.median_between(row.started_at, row.ended_at)
             if calm is not None and gap is not None:
                 row.gap_ratio = gap / calm
 
@@ -401,8 +401,8 @@ class Trial:
 
     def _get(self, path: str) -> str:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        asked = urllib.request.Request(self._stack.url + path, headers=headers)
-        with urllib.request.urlopen(asked, timeout=90) as answer:
+        request = urllib.request.Request(self._stack.url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=90) as answer:
             text: str = answer.read().decode()
         return text
 

@@ -38,7 +38,7 @@ LATE_INTERVAL = 0.1
 class Outlet(Protocol):
     """Destination of an engine loop's messages; methods do not block."""
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         """Send a step's messages to front ends and its stats to the coordinator."""
 
     def report(self, report: EngineReport) -> None:
@@ -56,7 +56,7 @@ class StatsThrottle:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._last_sent = float("-inf")
-        self._said_busy = False
+        self._sent_busy = False
         self._idle_in_a_row = 0
         self._held: EngineStats | None = None
 
@@ -65,8 +65,8 @@ class StatsThrottle:
         busy = stats.waiting + stats.running > 0
         self._held = stats
         self._idle_in_a_row = 0 if busy else self._idle_in_a_row + 1
-        news = not self._said_busy if busy else self._said_busy and self._idle_in_a_row > 1
-        if news or now - self._last_sent >= self._interval:
+        is_transition = not self._sent_busy if busy else self._sent_busy and self._idle_in_a_row > 1
+        if is_transition or now - self._last_sent >= self._interval:
             return self.take(now)
         return None
 
@@ -75,7 +75,7 @@ class StatsThrottle:
         stats, self._held = self._held, None
         if stats is not None:
             self._last_sent = now
-            self._said_busy = stats.waiting + stats.running > 0
+            self._sent_busy = stats.waiting + stats.running > 0
         return stats
 
     @property
@@ -93,19 +93,19 @@ class StatsThrottle:
 _Arguments = ParamSpec("_Arguments")
 
 
-def _one_at_a_time(
-    act: Callable[Concatenate["Sender", _Arguments], None],
+def _serialized(
+    method: Callable[Concatenate["Sender", _Arguments], None],
 ) -> Callable[Concatenate["Sender", _Arguments], None]:
     """Make a method callable from any thread, and log its exceptions."""
 
-    @wraps(act)
+    @wraps(method)
     def write(sender: "Sender", /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
         with sender._lock:
             try:
-                act(sender, *arguments, **named)
+                method(sender, *arguments, **named)
             except Exception:
                 # A single message that cannot be sent must not stop the engine.
-                logger.exception("could not %s", act.__name__.replace("_", " "))
+                logger.exception("could not %s", method.__name__.replace("_", " "))
 
     return write
 
@@ -123,7 +123,7 @@ class Sender:
         self._lock = threading.Lock()  # sockets may change threads, but allow one at a time
         self._coordinator: zmq.Socket[bytes] | None = None
         self._front_ends: dict[int, zmq.Socket[bytes]] = {}
-        self._take_frames: set[int] = set()
+        self._accepts_frames: set[int] = set()
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._stopped = threading.Event()
         # An idle engine causes no wake-ups: its thread sleeps until stats are held back.
@@ -149,8 +149,8 @@ class Sender:
 
     # -- messages --------------------------------------------------------------------------------
 
-    @_one_at_a_time
-    def say(self, step: CoreStep) -> None:
+    @_serialized
+    def send_step(self, step: CoreStep) -> None:
         """Send a step's messages to each front end, and its stats to the coordinator."""
         for index, of_front_end in step.outputs.items():
             self._send(index, StepOutputs(step.stats, of_front_end))
@@ -162,13 +162,13 @@ class Sender:
         if self._throttle.holds and not self._holds.is_set():
             self._holds.set()
 
-    @_one_at_a_time
+    @_serialized
     def report(self, report: EngineReport) -> None:
         """Send a report to the coordinator."""
         self._report(report)
 
-    @_one_at_a_time
-    def last_words(self, message: EngineDead) -> None:
+    @_serialized
+    def send_failure(self, message: EngineDead) -> None:
         """Notify all front ends that this engine has failed."""
         for index in self._front_ends:
             self._send(index, message)
@@ -189,22 +189,22 @@ class Sender:
 
     # -- connections, opened and closed by the receiver ------------------------------------------
 
-    @_one_at_a_time
+    @_serialized
     def connect_coordinator(self, address: str) -> None:
         """Connect to the coordinator, replacing an earlier connection."""
         if self._coordinator is not None:
             self._coordinator.close(linger=0)
         self._coordinator = self._transport.connect(zmq.PUSH, address)
 
-    @_one_at_a_time
+    @_serialized
     def connect_front_end(self, index: int, address: str, protocol: int) -> None:
         """Connect to a front end that uses this protocol."""
         self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
-        self._take_frames.discard(index)
+        self._accepts_frames.discard(index)
         if protocol >= OUTPUTS_IN_FRAMES:
-            self._take_frames.add(index)
+            self._accepts_frames.add(index)
 
-    @_one_at_a_time
+    @_serialized
     def disconnect_front_end(self, index: int) -> None:
         """Close the connection to a front end that has left, dropping unsent messages."""
         self._front_ends.pop(index).close(linger=0)
@@ -217,7 +217,7 @@ class Sender:
         front_end = self._front_ends.get(index)
         if front_end is not None:
             data = encode(message)
-            if len(data) > LARGEST_FRAME and index in self._take_frames:
+            if len(data) > LARGEST_FRAME and index in self._accepts_frames:
                 front_end.send_multipart(frames_of(data))
             else:
                 front_end.send(data)

@@ -165,7 +165,7 @@ class _PatchSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.patch_size * self.scale_factor
 
     @property
-    def sees_all(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """Whether each image token attends to its whole image in the text model."""
         return False
 
@@ -184,7 +184,7 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
     image tokens attend to their whole image."""
 
     @property
-    def sees_all(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """See `_PatchSpec`."""
         return self.is_gemma
 

@@ -109,7 +109,7 @@ def allocate_cache(
         shared = [untouched_zeros(shape, dtype) for _ in range(count)]
     else:
         shared = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
-    return [shared[place] for place in spec.cache_groups.places(spec.num_layers)]
+    return [shared[index] for index in spec.cache_groups.places(spec.num_layers)]
 
 
 def as_bytes(cache: Sequence[Tensor]) -> list[Tensor]:

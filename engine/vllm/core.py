@@ -35,7 +35,7 @@ from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
 from engine.core.utilities import carry_out
 from engine.core.wave_clock import WaveClock
-from engine.executor.environment import num_cores, sharers
+from engine.executor.environment import compute_processes, num_cores
 from engine.scheduler.refusal import refusal
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.lists import lists_text
@@ -569,7 +569,7 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
         os.sched_setaffinity(0, {cpu for cpus in lists for cpu in cpus})
         return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
     processes, number = parallel.processes_on_node, parallel.number_on_node
-    sharing = sharers(config, max(number + 1, parallel.engines_on_node))
+    sharing = compute_processes(config, max(number + 1, parallel.engines_on_node))
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, num_cores() // sharing)
     if config.executor.threads is not None:

@@ -19,7 +19,7 @@ from engine.kv_tiers.tiers import Fetch, KvTiers
 from engine.kv_transfer.messages import BlockFound, checksum
 from engine.kv_transfer.port import BlockPort, _Running
 from engine.process.reception import Action as ReceptionAction
-from engine.process.reception import FrontEndLinks, Greet, Reception
+from engine.process.reception import FrontEndLinks, Reception, SendHello
 from engine.shared.messages import (
     AddRequest,
     EngineEntry,
@@ -172,7 +172,7 @@ class GreetsOnce(FrontEndLinks):
     """Does not repeat its hello."""
 
     def tick(self, rank: int, now: float) -> list[ReceptionAction]:
-        return [each for each in super().tick(rank, now) if not isinstance(each, Greet)]
+        return [each for each in super().tick(rank, now) if not isinstance(each, SendHello)]
 
 
 class BelievesOldLists(Reception):
@@ -181,22 +181,22 @@ class BelievesOldLists(Reception):
     def _listed(
         self, epoch: int, entries: list[FrontEndEntry], now: float
     ) -> list[ReceptionAction]:
-        return super()._listed(epoch, entries, now) if self._followed is None else []
+        return super()._listed(epoch, entries, now) if self._following is None else []
 
 
 class IgnoresDrain(EngineLoop):
     """Keeps running when asked to drain."""
 
-    def turn(self, items: Sequence[InboxItem]) -> None:
-        super().turn([item for item in items if not isinstance(item, Drain)])
+    def run_once(self, items: Sequence[InboxItem]) -> None:
+        super().run_once([item for item in items if not isinstance(item, Drain)])
 
 
 class NeverTellsThatItIdles(EngineLoop):
     """Sends nothing while it has no work."""
 
-    def turn(self, items: Sequence[InboxItem]) -> None:
-        self._tell_at = float("inf")
-        super().turn(items)
+    def run_once(self, items: Sequence[InboxItem]) -> None:
+        self._next_stats_at = float("inf")
+        super().run_once(items)
         self.wait = min(self.wait, 1.0)
 
 
@@ -237,16 +237,16 @@ class TakesSuccessorsForThem(BlockIndex):
 class ForgetsWhoWaitsForBlocks(BlockPort):
     """Does not report the end of pulls when a connection is lost."""
 
-    def _lose(self, source: KvSource) -> None:
+    def _drop_link(self, source: KvSource) -> None:
         self._links[source].pulls.clear()
-        super()._lose(source)
+        super()._drop_link(source)
 
 
 class WaitsForTheSilent(BlockPort):
     """Waits forever for an engine that has vanished."""
 
-    def _take_orders(self) -> bool:
-        goes_on = super()._take_orders()
+    def _start_pulls(self) -> bool:
+        goes_on = super()._start_pulls()
         for link in self._links.values():
             for running in link.pulls.values():
                 running.pull._patience = running.pull._deadline = 1e9

@@ -415,13 +415,13 @@ class World:
         alone = engine.core._scheduler.alone
         for entry in engine.core._scheduler._in_flight if alone else ():
             assert all(request.id == alone for request in entry.requests), "not alone"
-        for request in engine.core._scheduler._books.all.values():
+        for request in engine.core._scheduler._requests.all.values():
             assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
         # An unreachable engine may resume with a request before it is notified.
         unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
-        attempts = sum(client.attempts for client in self.clients if client.ask.is_poison)
+        attempts = sum(client.attempts for client in self.clients if client.next_names.is_poison)
         poisons = sum(ask.is_poison for ask in self.plan.asks)
         # A convicted request also explains deaths that another one caused: these no longer count
         # for the other.
@@ -429,14 +429,14 @@ class World:
         most = (self.plan.max_resumes + 1 + CONVICTING_DEATHS) * attempts + unheard + explained
         assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
         for client in self.clients:
-            name = client.ask.name
+            name = client.next_names.name
             assert client.done, f"{name} was not answered within {LONGEST:.0f} s"
             client.check()
-            if client.ask.is_poison:
+            if client.next_names.is_poison:
                 assert client.error is not None, f"{name} is poison and was answered"
             if client.error is not None:
-                if self.is_retired(client.ask.pinned_rank):
-                    assert f"engine {client.ask.pinned_rank}" in client.error, client.error
+                if self.is_retired(client.next_names.pinned_rank):
+                    assert f"engine {client.next_names.pinned_rank}" in client.error, client.error
                 elif "alone" not in client.error:
                     # An engine that keeps dying is restarted ever later, or there is none.
                     assert self._may_be_long_without_engines, f"{name}: {client.error}"

@@ -26,7 +26,7 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
         for _ in attacks():
             pass
     assert [(row.name, row.wrong) for row in trial.rows if row.wrong] == []
-    assert trial.left == []
+    assert trial.leftovers == []
     assert trial.rows
     return trial.rows
 

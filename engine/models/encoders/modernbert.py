@@ -51,9 +51,9 @@ def load(config: Config, build: Builder) -> Encoder:
 
 def _thetas(config: Config) -> tuple[float, float]:
     """Return the rotary bases of full-attention layers and of local ones."""
-    given = config.get("rope_parameters") or {}
-    whole = (given.get("full_attention") or {}).get("rope_theta")
-    local = (given.get("sliding_attention") or {}).get("rope_theta")
+    parameters = config.get("rope_parameters") or {}
+    whole = (parameters.get("full_attention") or {}).get("rope_theta")
+    local = (parameters.get("sliding_attention") or {}).get("rope_theta")
     return (
         whole or number(config, "global_rope_theta", 160000.0),
         local or number(config, "local_rope_theta", 10000.0),

@@ -263,8 +263,8 @@ def test_all_ways_through_an_engine_keep_the_adapter(
 def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
     engine = serve()
     grammar = RegexGrammar("(ab|cd){3}")
-    asked = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
-    found = engine.answer([replace(asked, adapter=engine.versions[1]), replace(asked, id=2)])
+    message = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
+    found = engine.answer([replace(message, adapter=engine.versions[1]), replace(message, id=2)])
     assert all(1 < len(tokens) < 30 for tokens in found.values())
 
 
@@ -274,12 +274,12 @@ def test_prompts_with_images_have_adapters_in_several_processes(
 ) -> None:
     model, adapter = checkpoint(name), trained(name, target_modules=TEXT_OF_SEEING_MODELS)
     lora = LoraConfig(enable_lora=True, lora_dir=str(adapter.directory.parent))
-    asked = show(1, text(5), 1, text(9), name=name)
+    message = show(1, text(5), 1, text(9), name=name)
     answers = []
     for shards in (1, 2):
         engine = PlayedEngine(model.directory, None, incarnation=1, shards=shards, lora=lora)
         [version] = engine.load_adapters([adapter.directory.name])
-        answers.append([engine.answer(replace(asked, adapter=each)) for each in ("", version)])
+        answers.append([engine.answer(replace(message, adapter=each)) for each in ("", version)])
         engine.close()
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][1]

@@ -213,7 +213,7 @@ def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) ->
     vision = parse_spec(GEMMA3_4B, {}).vision
     assert not caplog.records
     assert isinstance(vision, SiglipSpec)
-    assert (vision.token_id, vision.scale_factor, vision.sees_all) == (262144, 4, True)
+    assert (vision.token_id, vision.scale_factor, vision.is_bidirectional) == (262144, 4, True)
     assert (vision.max_tokens, vision.num_tokens(896, 896)) == (256, 256)
     with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not match images"):
         parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})

@@ -15,16 +15,16 @@ from engine.process.reception import (
     Event,
     Follow,
     FrontEndLinks,
-    Greet,
-    HaveAdapters,
     Leave,
     Reception,
     Register,
+    SendHello,
     Serve,
-    StandInGroup,
+    SetAdapters,
+    SetGroupStatus,
+    StartDrain,
     Supersede,
     Tick,
-    WantNothingNew,
 )
 from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
 from engine.shared.messages import (
@@ -102,7 +102,7 @@ def test_a_welcomed_engine_follows_the_coordinator_and_connects_before_it_greets
         Deliver(Welcomed(RANK, 5)),
         Connect(entry(0)),
         Deliver(FrontEndJoined(0, 100)),
-        Greet(0, RouteHello(RANK, INCARNATION, 1)),
+        SendHello(0, RouteHello(RANK, INCARNATION, 1)),
     ]
     assert reception.rank == RANK
 
@@ -156,11 +156,11 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
     (register, *_) = joined.handle(Serve(SETUP), 0.6)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, None))
     status = GroupStatus("apart", 0, "here")
-    (register, *_) = joined.handle(StandInGroup(status), 0.61)
+    (register, *_) = joined.handle(SetGroupStatus(status), 0.61)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, status))
-    register, *others = joined.handle(WantNothingNew(), 0.62)
+    register, *others = joined.handle(StartDrain(), 0.62)
     assert register == Register(Draining("engine", RANK, INCARNATION, status))
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True, drains=True)) in others
+    assert SendHello(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True, drains=True)) in others
     assert joined.handle(Leave(), 0.63) == [
         Register(Goodbye("engine", RANK, INCARNATION)),
         Close(),
@@ -169,7 +169,7 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
 
 def test_an_engine_is_announced_once_its_front_ends_route_to_it(joined: Reception) -> None:
     asking = joined.handle(Serve(SETUP), 1.0)
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True)) in asking
+    assert SendHello(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True)) in asking
     assert joined.handle(RouteTaken(session=1), 1.01) == [Announce([])]
     assert Announce([]) not in joined.handle(Tick(), 1.1), "it is said once"
 
@@ -230,8 +230,8 @@ def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_aga
     reception.handle(welcome(), 0.0)
     reception.handle(Serve(SETUP), 0.1)
     held = [AdapterLoadResult(1, "v1")]
-    told = reception.handle(HaveAdapters(adapter_table(3), held), 0.2)
-    (register,) = (each.message for each in told if isinstance(each, Register))
+    actions = reception.handle(SetAdapters(adapter_table(3), held), 0.2)
+    (register,) = (each.message for each in actions if isinstance(each, Register))
     assert isinstance(register, Ready)
     assert register.adapters == held
     forgotten = reception.handle(HeartbeatAck(EPOCH + 1, known=False), 1.0)

@@ -161,7 +161,7 @@ def test_traffic_with_whole_images_ends_and_no_chunk_ends_within_one(
         assert rig.add(id, tokens, images=shown[id], **sampling) is None
     for _ in range(2000):
         plan = rig.step()
-        requests = {each.slot: each for each in rig.scheduler._books.running.values()}
+        requests = {each.slot: each for each in rig.scheduler._requests.running.values()}
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             if slot in requests:
                 for each in shown[requests[slot].id]:
@@ -214,7 +214,7 @@ def test_an_image_of_many_requests_is_encoded_once(make_rig: MakeRig) -> None:
 def test_pixels_that_many_requests_show_are_held_once(rig: Any) -> None:
     for number in range(3):
         add(rig, number, 5, image(7, 0))
-    pixels = {id(each.pixels) for r in rig.scheduler._books.all.values() for each in r.images}
+    pixels = {id(each.pixels) for r in rig.scheduler._requests.all.values() for each in r.images}
     assert len(pixels) == 1
     rig.run()
     rig.assert_idle()
