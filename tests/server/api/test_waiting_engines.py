@@ -9,7 +9,7 @@ import pytest
 from engine.shared.messages import ControlRequest, ControlStatus
 from server.api import meta
 from server.config import FrontEndConfig
-from server.control import SupervisorSilent
+from server.control import SupervisorTimeout
 
 
 class MadeUpControl:
@@ -21,7 +21,7 @@ class MadeUpControl:
 
     async def call(self, _request: ControlRequest) -> ControlStatus:
         if self._status is None:
-            raise SupervisorSilent
+            raise SupervisorTimeout
         return self._status
 
 
