@@ -129,7 +129,7 @@ def make_services(
         table: shared load counters of the node's front ends; None for a single front end.
         pooling: the pooling model, if it is one.
         processor: image processing of the model, if it takes images.
-        elsewhere: tenants' usage on other nodes, if there are limits across nodes.
+        remote_tenants: tenants' usage on other nodes, if there are limits across nodes.
 
     Raises:
         BadFormats: settings contradict each other.
