@@ -11,7 +11,7 @@ ANSWER_TIMEOUT = 5.0
 """Timeout in seconds for the supervisor's response."""
 
 
-class SupervisorSilent(Exception):
+class SupervisorTimeout(Exception):
     """The supervisor does not respond."""
 
 
@@ -36,7 +36,7 @@ class SupervisorControl:
         """Send a request and return the supervisor's response.
 
         Raises:
-            SupervisorSilent: it timed out.
+            SupervisorTimeout: it timed out.
         """
         async with self._lock:
             self._waiting = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class SupervisorControl:
             try:
                 return await asyncio.wait_for(self._waiting, ANSWER_TIMEOUT)
             except TimeoutError:
-                raise SupervisorSilent("the supervisor does not answer") from None
+                raise SupervisorTimeout("the supervisor does not answer") from None
             finally:
                 self._waiting = None
 

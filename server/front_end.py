@@ -41,7 +41,7 @@ from engine.shared.transport import (
     bound_address,
     make_context,
 )
-from server.access.admission import REPORT_INTERVAL, TenantsElsewhere
+from server.access.admission import REPORT_INTERVAL, RemoteTenants
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
 from server.answer.formats import BadFormats
@@ -174,16 +174,16 @@ class FrontEnd:
         table = (
             AdmissionTable(None) if rows is None else AdmissionTable(Path(rows), self._launch.place)
         )
-        elsewhere = (
-            TenantsElsewhere(table, index, self._launch.incarnation)
+        remote_tenants = (
+            RemoteTenants(table, index, self._launch.incarnation)
             if self._config.tenants.has_limits
             else None
         )
 
         def view_changed(view: ClusterView) -> None:
             client.view_changed(view)
-            if elsewhere is not None:
-                elsewhere.take(view, time.monotonic())
+            if remote_tenants is not None:
+                remote_tenants.take(view, time.monotonic())
             link.remember(client.adapters.table, client.fleet)
 
         link.subscribe(view_changed)
@@ -197,7 +197,7 @@ class FrontEnd:
         store = await asyncio.to_thread(self._store, metrics)  # may wait for other writers
         tasks = [
             asyncio.create_task(each)
-            for each in self._background_work(client, store, link, elsewhere, metrics)
+            for each in self._background_work(client, store, link, remote_tenants, metrics)
         ]
         try:
             services = make_services(
@@ -212,7 +212,7 @@ class FrontEnd:
                 pooling=pooling,
                 processor=processor,
                 forwarder=forwarder,
-                elsewhere=elsewhere,
+                remote_tenants=remote_tenants,
             )
             await self._serve_http(services, link, client)
         finally:
@@ -236,15 +236,15 @@ class FrontEnd:
         client: EngineClient,
         store: ResponseStore | None,
         link: ClusterLink,
-        elsewhere: TenantsElsewhere | None,
+        remote_tenants: RemoteTenants | None,
         metrics: FrontEndMetrics,
     ) -> Iterator[Coroutine[Any, Any, None]]:
         yield _every(MAINTENANCE_INTERVAL, self._transport.maintain)
         yield self._beat(metrics)
         if store is not None and self._config.store.response_store == "node":
             yield _every(MAINTENANCE_INTERVAL, store.maintain)
-        if elsewhere is not None:
-            yield _every(REPORT_INTERVAL, partial(_report_tenants, elsewhere, link))
+        if remote_tenants is not None:
+            yield _every(REPORT_INTERVAL, partial(_report_tenants, remote_tenants, link))
         interval = self._config.http.log_stats_interval
         if interval and not self._launch.place:
             yield log_stats(client, interval)
@@ -408,8 +408,8 @@ class FrontEnd:
             raise JoinRefused(link.replaced.result())
 
 
-def _report_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
-    notice = elsewhere.notice(time.monotonic())
+def _report_tenants(remote_tenants: RemoteTenants, link: ClusterLink) -> None:
+    notice = remote_tenants.notice(time.monotonic())
     if notice is not None:
         link.notify(notice)
 

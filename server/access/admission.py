@@ -39,7 +39,7 @@ MAX_AGE = 10.0
 """Seconds for which the coordinator's sums are valid; it sends at least every three."""
 
 
-class TenantsElsewhere:
+class RemoteTenants:
     """Reports this front end's tenant usage to the coordinator, and knows that of other nodes.
 
     Args:
@@ -206,20 +206,20 @@ class Admission:
         tenants: TenantConfig = TenantConfig(),
         *,
         several: Callable[[], bool] = lambda: False,
-        elsewhere: TenantsElsewhere | None = None,
+        remote_tenants: RemoteTenants | None = None,
         on_rejection: Callable[[RejectionReason], None] = lambda reason: None,
     ) -> None:
         """`num_slots` returns the number of sequences that the engines can run concurrently.
 
-        `several` returns whether there are several tenants. `elsewhere` has their usage on other
-        nodes; None to ignore it. `on_rejection` is called for every refused request.
+        `several` returns whether there are several tenants. `remote_tenants` has their usage on
+        other nodes; None to ignore it. `on_rejection` is called for every refused request.
         """
         self.table = table
         self._max_queue = limits.max_queue
         self._max_tokens = limits.max_queue_tokens
         self._tenants = tenants
         self._several = several
-        self._elsewhere = elsewhere
+        self._remote_tenants = remote_tenants
         self._on_rejection = on_rejection
         bounds = limits.max_queue_tokens, tenants.max_queue_tokens_per_key
         self.counts_tokens = bounds != (None, None)
@@ -243,8 +243,8 @@ class Admission:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())
-        if self._elsewhere is not None:
-            self._elsewhere.record(slot, tenant)
+        if self._remote_tenants is not None:
+            self._remote_tenants.record(slot, tenant)
         others = self._others(slot, now)
 
         def room(totals: Totals, own: Totals) -> bool:
@@ -279,7 +279,7 @@ class Admission:
     # out other tenants. Slots are only computed when needed.
 
     def _others(self, slot: int, now: float) -> Totals:
-        return NOTHING if self._elsewhere is None else self._elsewhere.of(slot, now)
+        return NOTHING if self._remote_tenants is None else self._remote_tenants.of(slot, now)
 
     def _limit(
         self, totals: Totals, own: Totals, others: Totals, requests: int, tokens: int

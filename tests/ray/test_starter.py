@@ -25,10 +25,10 @@ pytestmark = pytest.mark.ray
 SAME = {"swell": SWELL_VERSION, "torch": _torch(), "relay": "server.fleet.ray.messages"}
 
 
-class MadeUpActor:
+class FakeActor:
     """An actor whose events the test puts in."""
 
-    def __init__(self, cluster: "MadeUpCluster") -> None:
+    def __init__(self, cluster: "FakeCluster") -> None:
         self._cluster = cluster
         self.events: asyncio.Queue[list[ActorEvent] | ActorLost] = asyncio.Queue()
         self.notified: list[str] = []
@@ -60,7 +60,7 @@ class MadeUpActor:
         self.events.put_nowait(ActorLost("killed", node_survived=True))
 
 
-class MadeUpCluster:
+class FakeCluster:
     """Nodes of one place each; what is placed is counted."""
 
     def __init__(self, *names: str) -> None:
@@ -69,7 +69,7 @@ class MadeUpCluster:
         """Nodes that say that they have room and take nothing."""
         self.groups: dict[int, str | None] = {}
         self._made = 0
-        self.actors: list[MadeUpActor] = []
+        self.actors: list[FakeActor] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.installed: dict[str, str] = SAME
@@ -95,11 +95,11 @@ class MadeUpCluster:
     async def release(self, group: Group) -> None:
         self.groups.pop(group.handle, None)
 
-    def start_actor(self, name: str, group: Group) -> MadeUpActor:
-        self.actors.append(MadeUpActor(self))
+    def start_actor(self, name: str, group: Group) -> FakeActor:
+        self.actors.append(FakeActor(self))
         return self.actors[-1]
 
-    def start_actor_on(self, name: str, node: str) -> MadeUpActor:
+    def start_actor_on(self, name: str, node: str) -> FakeActor:
         assert node in self.free
         return self.start_actor(name, Group(0, {}))
 
@@ -107,7 +107,7 @@ class MadeUpCluster:
 class Place:
     """A cluster, one program in it, and what it says."""
 
-    def __init__(self, cluster: MadeUpCluster) -> None:
+    def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.statuses: list[ChildStatus] = []
         self.lines: list[str] = []
@@ -135,7 +135,7 @@ class Place:
         if line == "bad":
             raise OSError("nobody reads")
 
-    async def started(self) -> tuple[RayHandle, MadeUpActor]:
+    async def started(self) -> tuple[RayHandle, FakeActor]:
         before = len(self.cluster.actors)
         handle = await self.start()
         await until_async(
@@ -150,7 +150,7 @@ class Place:
 
 def run(names: str, body: Callable[[Place], Awaitable[None]]) -> None:
     async def main() -> None:
-        place = Place(MadeUpCluster(*names))
+        place = Place(FakeCluster(*names))
         await body(place)
         assert place.is_clean()
 

@@ -18,7 +18,7 @@ from engine.shared.messages import (
 from server.api.admin import schema
 from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
-from server.control import SupervisorSilent
+from server.control import SupervisorTimeout
 from server.errors import invalid, unavailable
 
 router = APIRouter(route_class=OperatorRoute)
@@ -111,7 +111,7 @@ async def call_supervisor(services: Services, request: ControlRequest) -> Contro
         )
     try:
         return await services.control.call(request)
-    except SupervisorSilent as error:
+    except SupervisorTimeout as error:
         raise unavailable(str(error)) from error
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
-from server.api.growing import Growing, GrowingBody
+from server.api.answer_builder import AnswerBuilder, BuiltBody
 from server.api.messages import schema
 from server.api.rendering import Renderer
 from server.errors import ApiError, MessagesErrorResponse, message_error
@@ -14,11 +14,11 @@ from server.text.detokenizer import TokenTable
 
 def renderer(body: schema.MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
     """Return the renderer for a request's answer."""
-    growing = GrowingMessage(request)
-    return growing if body.stream else GrowingBody(growing)
+    builder = MessageBuilder(request)
+    return builder if body.stream else BuiltBody(builder)
 
 
-class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.MessageEvent]):
+class MessageBuilder(AnswerBuilder[schema.Message, schema.ContentBlock, schema.MessageEvent]):
     """Builds a message block by block."""
 
     def __init__(self, request: GenerationRequest) -> None:

@@ -11,14 +11,14 @@ import msgspec
 from fastapi import APIRouter, Response
 from starlette.types import Message
 
+from server.api.answer_builder import BuiltBody, event_frames
 from server.api.generation import Generation
-from server.api.growing import GrowingBody, event_frames
 from server.api.openapi import QUEUED, REQUEST_HEADERS, event_responses, json_responses
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent, ResponseFailed
 from server.api.responses.journal import Journal, follow_events
 from server.api.responses.parse import parse, parse_count
-from server.api.responses.render import growing_response, initial_response
+from server.api.responses.render import initial_response, response_builder
 from server.api.responses.request_storage import (
     NOT_STORED,
     TOO_MANY_IN_BACKGROUND,
@@ -89,7 +89,7 @@ async def compact_response(body: ResponsesRequest, call: Call, services: Service
 
 def _compaction(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable
-) -> GrowingBody[items.Response]:
+) -> BuiltBody[items.Response]:
     """Return a renderer of the response text as a summary, after the users' messages."""
     earlier = [each for each in request_items(body)[:-1] if isinstance(each, MessageItem)]
     questions = [item_of(each) for each in earlier if each.role == "user"]
@@ -109,7 +109,7 @@ def _compaction(
             usage=response.usage,
         )
 
-    return GrowingBody(growing_response(body, request, table, None), show)
+    return BuiltBody(response_builder(body, request, table, None), show)
 
 
 @router.post("/v1/responses/input_tokens")

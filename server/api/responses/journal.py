@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from server.api.growing import event_frames
+from server.api.answer_builder import event_frames
 from server.api.responses.events import ErrorEvent
 from server.http.call import COMMENT
 from server.limits import MAX_STORED_BATCHES, MAX_STORED_EVENTS

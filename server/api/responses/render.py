@@ -8,8 +8,8 @@ from msgspec import UNSET
 
 from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from server.api.answer_builder import AnswerBuilder, BuiltBody, event_frames
 from server.api.chat.schema import ChatLogprob
-from server.api.growing import Growing, GrowingBody, event_frames
 from server.api.rendering import chat_logprobs
 from server.api.responses import events, items
 from server.api.responses.events import ResponseEvent
@@ -77,7 +77,7 @@ class ContentScores:
         return found if isinstance(part, ContentText) else []
 
 
-class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
+class ResponseBuilder(AnswerBuilder[items.Response, items.OutputItem, ResponseEvent]):
     """Builds a response item by item."""
 
     def __init__(
@@ -276,7 +276,7 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         return [] if scores is None else scores.content
 
 
-ResponseRenderer = GrowingBody[items.Response] | GrowingResponse
+ResponseRenderer = BuiltBody[items.Response] | ResponseBuilder
 
 
 def renderer(
@@ -286,20 +286,20 @@ def renderer(
 
     If it is stored, the IDs of the response and of its items end with `name`.
     """
-    growing = growing_response(body, request, table, name)
-    return growing if body.stream else GrowingBody(growing)
+    builder = response_builder(body, request, table, name)
+    return builder if body.stream else BuiltBody(builder)
 
 
-def growing_response(
+def response_builder(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None
-) -> GrowingResponse:
+) -> ResponseBuilder:
     """Return a response builder without output; `name` as in `renderer`."""
     response = initial_response(body, name or request.request_id, request.created, request.model)
     response.temperature = request.sampling.temperature
     response.top_p = request.sampling.top_p
     response.store = name is not None
     tools = {tool.function["name"]: tool for tool in offered_tools(body, 0)}
-    return GrowingResponse(response, request, table, tools)
+    return ResponseBuilder(response, request, table, tools)
 
 
 def initial_response(

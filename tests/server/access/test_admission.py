@@ -250,9 +250,9 @@ class TestOverHttp:
         assert error["code"] == "rate_limit_exceeded"
         assert error["type"] == "requests"
         assert int(answers[0].headers["retry-after"]) >= 1
-        told = http.get("/metrics").text
+        metrics = http.get("/metrics").text
         rejections = 'swell_admission_rejections_total{model_name="tiny",reason="queue"} 4.0'
-        assert rejections in told
+        assert rejections in metrics
         engines.streams.clear()
         assert len(self.fill(app, engines, 8)) == 3
 

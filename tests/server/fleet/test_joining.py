@@ -85,9 +85,9 @@ def test_a_node_has_room_for_as_many_engines_as_it_has_devices_for(
 ) -> None:
     assert engine_capacity(ServeConfig(parallel=parallel), devices) == capacity
     simulated = ServeConfig(parallel=parallel, executor=ExecutorConfig(executor="simulated"))
-    told = parallel.engines_on_node
-    outside = parallel.data_parallel_lb == "external" or not told
-    assert engine_capacity(simulated, devices) == (told if outside else MAX_ENGINES)
+    configured = parallel.engines_on_node
+    outside = parallel.data_parallel_lb == "external" or not configured
+    assert engine_capacity(simulated, devices) == (configured if outside else MAX_ENGINES)
 
 
 SPAN = ParallelConfig(

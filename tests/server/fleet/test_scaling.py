@@ -14,12 +14,12 @@ from server.fleet.scaling import (
 from tests.support.waiting import until_async
 
 
-class MadeUpHandle:
+class FakeHandle:
     def __init__(self, node: str) -> None:
         self.node = node
 
 
-class MadeUpKeeper:
+class FakeKeeper:
     """Records kept and retired slots."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Scene:
     """Engines on nodes, and the slots kept for them."""
 
     def __init__(self) -> None:
-        self.keeper = MadeUpKeeper()
+        self.keeper = FakeKeeper()
         self.engines: dict[int, Role] = {}
         self.servers = NodeApiServers(
             self.keeper,  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class Scene:
         self.engines.clear()
         for rank, node in enumerate(nodes):
             role = place(f"engine {rank}")
-            role.handle = MadeUpHandle(node)  # type: ignore[assignment]
+            role.handle = FakeHandle(node)  # type: ignore[assignment]
             self.engines[rank] = role
 
 

@@ -45,7 +45,7 @@ from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.routing import LeastLoaded
 from server.router.token_stream import RequestStream
-from tests.server.router.played_cluster import GREEDY, SETUP
+from tests.server.router.fake_cluster import GREEDY, SETUP
 from tests.support.waiting import until_async
 
 GUARD = 60.0
@@ -71,7 +71,7 @@ class Counts:
         self.wakes += 1
 
 
-class PlayedEngine:
+class FakeEngine:
     """The engine's side of both sockets."""
 
     def __init__(self, world: "World", rank: int, incarnation: int, session: int) -> None:
@@ -130,7 +130,7 @@ class World:
         self.outputs_address = f"ipc://{directory}/outputs"
         self.counts = Counts()
         self.notices: list[FrontEndNotice] = []
-        self.engines: list[PlayedEngine] = []
+        self.engines: list[FakeEngine] = []
         self.setup = SETUP
         self._version = 0
         self.router = Router(
@@ -159,12 +159,12 @@ class World:
     def num_open(self) -> int:
         return sum(route.is_open for route in self.router.members.routes.values())
 
-    def engine(self, rank: int, incarnation: int, session: int = 1) -> PlayedEngine:
-        engine = PlayedEngine(self, rank, incarnation, session)
+    def engine(self, rank: int, incarnation: int, session: int = 1) -> FakeEngine:
+        engine = FakeEngine(self, rank, incarnation, session)
         self.engines.append(engine)
         return engine
 
-    def publish(self, *engines: PlayedEngine, running: bool = False) -> None:
+    def publish(self, *engines: FakeEngine, running: bool = False) -> None:
         self.publish_processes(
             *[(each.rank, each.incarnation) for each in engines], running=running
         )
@@ -193,13 +193,13 @@ class World:
     ) -> RequestStream:
         return self.client.submit(AddRequest(0, name, 0, 0, prompt, sampling), pinned_rank)
 
-    async def one_engine(self) -> PlayedEngine:
+    async def one_engine(self) -> FakeEngine:
         engine = self.engine(0, 10)
         self.publish(engine)
         await until_async(lambda: self.client.ready, "an engine is ready")
         return engine
 
-    async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
+    async def two_engines(self) -> tuple[FakeEngine, FakeEngine]:
         first, second = self.engine(0, 10), self.engine(1, 11)
         self.publish(first, second)
         await until_async(lambda: self.num_open == 2, "both are open")
@@ -253,15 +253,15 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
             await w.client.wait_for_engines()  # later requests fail: there is no engine
 
 
-@pytest.mark.parametrize("tell", ["no engine serves", "it drains"])
+@pytest.mark.parametrize("cause", ["no engine serves", "it drains"])
 async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
-    tmp_path: Path, tell: str
+    tmp_path: Path, cause: str
 ) -> None:
     async with world(tmp_path) as w:
         waiting = asyncio.create_task(w.client.wait_for_engines())
         await asyncio.sleep(0)
         assert not waiting.done()
-        if tell == "it drains":
+        if cause == "it drains":
             await w.client.drain(0.0)
         else:
             w.publish()

@@ -11,12 +11,12 @@ from server.router.members import EngineLost
 from server.router.request import RoutedRequest
 from server.router.routing import LeastLoaded
 from tests.server.router import known_engines
-from tests.server.router.known_engines import Known, entry, hear, view
+from tests.server.router.known_engines import Known, entry, receive_hello, view
 
 RESUME_TIMEOUT = 3.0
 
 
-class Played:
+class Harness:
     """A failover among engines of ranks 0, 1 ... with these incarnations."""
 
     def __init__(self, *incarnations: int, max_resumes: int = 1) -> None:
@@ -44,7 +44,7 @@ class Played:
 
     def come(self, version: int, *engines: tuple[int, int]) -> None:
         for rank, incarnation in engines:
-            hear(self.members, rank, incarnation)
+            receive_hello(self.members, rank, incarnation)
         self.members.take_view(view(version, *(entry(*engine) for engine in engines)), 0.0)
 
 
@@ -53,7 +53,7 @@ def kinds(actions: list[Action]) -> list[type]:
 
 
 def test_who_waits_too_long_fails() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.die(0, 10)
     assert played.failover.tick(RESUME_TIMEOUT) == []
@@ -65,7 +65,7 @@ def test_who_waits_too_long_fails() -> None:
 
 
 def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.die(0, 10, now=1.0)
     played.come(2, (0, 20))
@@ -76,7 +76,7 @@ def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
 
 
 def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_it() -> None:
-    played = Played(10, 11)
+    played = Harness(10, 11)
     request = played.request(pinned_rank=None)
     assert request.engine is not None
     engine, old = request.engine, request.id
@@ -90,7 +90,7 @@ def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_
 
 
 def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     old = request.id
     actions = played.failover.resend((0, 10), 1.0)
@@ -102,7 +102,7 @@ def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
 
 
 def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
-    played = Played(10)
+    played = Harness(10)
     setup = replace(known_engines.setup(), images=True, image_window=100)
     [route] = played.members.routes.values()
     route.entry = replace(route.entry, setup=setup)
@@ -130,7 +130,7 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
 
 
 def test_a_silence_that_a_successor_ends_was_a_death() -> None:
-    played = Played(10, 11)
+    played = Harness(10, 11)
     request = played.request()
     assert request.engine is not None
     rank, incarnation = request.engine
@@ -144,7 +144,7 @@ def test_a_silence_that_a_successor_ends_was_a_death() -> None:
 
 
 def test_a_suspect_that_nobody_can_try_is_given_up() -> None:
-    played = Played(10, max_resumes=0)
+    played = Harness(10, max_resumes=0)
     request = played.request()
     played.die(0, 10)
     patience = PROBATION_PATIENCE * RESUME_TIMEOUT

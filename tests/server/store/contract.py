@@ -257,12 +257,12 @@ def test_a_conversation_that_is_too_large_is_refused(opener: Opener) -> None:
     store.close()
 
 
-def _write_until_killed(opener: Opener, told: "multiprocessing.connection.Connection") -> None:
+def _write_until_killed(opener: Opener, writer: "multiprocessing.connection.Connection") -> None:
     backend = opener(1 << 30, DAY)
     number = 0
     while True:
         put(backend, response(f"k{number}", size=5_000))
-        told.send(number)
+        writer.send(number)
         number += 1
 
 

@@ -86,10 +86,10 @@ def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("server.fleet.ray.needs._torch", lambda: "2.13.0")
     relay = {"relay": "server.fleet.ray.messages"}
     assert differences({"swell": "0.2.0", "torch": "2.13.0", **relay}, "b") is None
-    told = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")
-    assert told is not None
-    assert "10.0.0.7" in told
-    assert "swell 0.1.0 there, 0.2.0 here; torch 2.12.1 there, 2.13.0 here" in told
+    message = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")
+    assert message is not None
+    assert "10.0.0.7" in message
+    assert "swell 0.1.0 there, 0.2.0 here; torch 2.12.1 there, 2.13.0 here" in message
     missing = differences({"swell": "none (No module named 'engine')", "torch": "2.13.0"}, "b")
     assert missing is not None
     assert "none (No module named 'engine') there" in missing

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 _encode = msgspec.json.Encoder().encode
 
 
-class Growing(ABC, Generic[Answer, Item, Event]):
+class AnswerBuilder(ABC, Generic[Answer, Item, Event]):
     """Builds an answer from deltas and renders its growth as a stream of events.
 
     A state machine without I/O. One item is open at a time; its text is stored in it when it
@@ -138,24 +138,24 @@ def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
     return b"".join(frames)
 
 
-class GrowingBody(WholeBody, Generic[Answer]):
+class BuiltBody(WholeBody, Generic[Answer]):
     """Renders accumulated deltas as one answer."""
 
     def __init__(
         self,
-        growing: Growing[Answer, Any, Any],
+        builder: AnswerBuilder[Answer, Any, Any],
         show: Callable[[Answer], msgspec.Struct] = lambda answer: answer,
     ) -> None:
         """`show` converts the answer to the response body."""
         super().__init__(1)
-        self._growing = growing
+        self._builder = builder
         self._show = show
         self._answer: Answer | None = None
 
     def complete(self, usage: Usage) -> Answer:
         """Return the complete answer; no further deltas may follow."""
         if self._answer is None:
-            self._answer = self._growing.whole(usage, self.answers()[0])
+            self._answer = self._builder.whole(usage, self.answers()[0])
         return self._answer
 
     def finish(self, usage: Usage) -> bytes:
