@@ -80,7 +80,7 @@ class HeadDrafts:
         self._found = taps.states() if self._head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
+        """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
 
         The plan's starts and blocks are already in the table.
         """
