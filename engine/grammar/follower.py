@@ -135,7 +135,7 @@ class GrammarFollower:
                 row[:] = 0
             row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
-    def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
+    def matcher_for(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Return which of the next masks depend on the grammar, and from which state.
 
         Returns:
