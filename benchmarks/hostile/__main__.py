@@ -75,12 +75,12 @@ def main() -> None:
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
     share = arguments.share
-    given = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
+    arguments_of = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
     due = time.monotonic()
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
-            for name in getattr(trial, kind)(*given.get(kind, ())):
+            for name in getattr(trial, kind)(*arguments_of.get(kind, ())):
                 progress.update(task, description=f"{kind}: {name}", advance=1)
                 if not console.is_terminal and time.monotonic() >= due:
                     due = time.monotonic() + _PRINT_EVERY

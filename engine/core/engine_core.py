@@ -269,19 +269,19 @@ class EngineCore:
     def step(self) -> CoreStep:
         """Advance by a step (see `Steps.advance`) and return everything to send."""
         self.steps.advance(may_launch=not self.halting.is_halted)
-        return self._take()
+        return self._take_messages()
 
     def land_together(self) -> CoreStep:
         """Run `Steps.land_together`, and return everything to send."""
         self.steps.land_together()
-        return self._take()
+        return self._take_messages()
 
     def answers(self) -> CoreStep | None:
         """Return messages that can be sent without a step; None if there are none."""
         has_news = self._front_ends.told != self._news
-        return self._take() if self._front_ends.has_mail or has_news else None
+        return self._take_messages() if self._front_ends.has_mail or has_news else None
 
-    def _take(self) -> CoreStep:
+    def _take_messages(self) -> CoreStep:
         if self.adapters.keeps_unlisted:
             self.adapters.sweep()
         if self._kv_events is not None:

@@ -58,12 +58,12 @@ class StatsThrottle:
         self._last_sent = float("-inf")
         self._sent_busy = False
         self._idle_in_a_row = 0
-        self._held: EngineStats | None = None
+        self._pending: EngineStats | None = None
 
     def offer(self, stats: EngineStats, now: float) -> EngineStats | None:
         """Process new stats; return the stats to send now, if any."""
         busy = stats.waiting + stats.running > 0
-        self._held = stats
+        self._pending = stats
         self._idle_in_a_row = 0 if busy else self._idle_in_a_row + 1
         is_transition = not self._sent_busy if busy else self._sent_busy and self._idle_in_a_row > 1
         if is_transition or now - self._last_sent >= self._interval:
@@ -72,20 +72,20 @@ class StatsThrottle:
 
     def take(self, now: float) -> EngineStats | None:
         """Return and clear the held-back stats, if any."""
-        stats, self._held = self._held, None
+        stats, self._pending = self._pending, None
         if stats is not None:
             self._last_sent = now
             self._sent_busy = stats.waiting + stats.running > 0
         return stats
 
     @property
-    def holds(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether stats are held back."""
-        return self._held is not None
+        return self._pending is not None
 
     def wait(self, now: float) -> float | None:
         """Return the seconds until held-back stats are due; None if there are none."""
-        if self._held is None:
+        if self._pending is None:
             return None
         return max(0.0, self._last_sent + self._interval - now)
 
@@ -127,7 +127,7 @@ class Sender:
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._stopped = threading.Event()
         # An idle engine causes no wake-ups: its thread sleeps until stats are held back.
-        self._holds = threading.Event()
+        self._has_pending = threading.Event()
         self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class Sender:
         """Send held-back stats and close all sockets, each once its queue is empty."""
         with self._lock:
             self._stopped.set()
-            self._holds.set()
+            self._has_pending.set()
         self._thread.join(timeout)
         with self._lock:
             self._report(self._throttle.take(self._clock()))
@@ -159,8 +159,8 @@ class Sender:
         for index, blocks in step.blocks:
             self._send(index, blocks)
         self._report(self._throttle.offer(step.stats, self._clock()))
-        if self._throttle.holds and not self._holds.is_set():
-            self._holds.set()
+        if self._throttle.has_pending and not self._has_pending.is_set():
+            self._has_pending.set()
 
     @_serialized
     def report(self, report: EngineReport) -> None:
@@ -173,19 +173,19 @@ class Sender:
         for index in self._front_ends:
             self._send(index, message)
 
-    def send_held(self) -> None:
+    def send_pending(self) -> None:
         """Send the held-back stats if they are due."""
         with self._lock:
             now = self._clock()
             if self._throttle.wait(now) == 0:
                 self._report(self._throttle.take(now))
-            if not self._throttle.holds and not self._stopped.is_set():
-                self._holds.clear()
+            if not self._throttle.has_pending and not self._stopped.is_set():
+                self._has_pending.clear()
 
     @property
-    def holds(self) -> bool:
-        """Whether stats are held back, for which `send_held` has to be called."""
-        return self._throttle.holds
+    def has_pending(self) -> bool:
+        """Whether stats are held back, for which `send_pending` has to be called."""
+        return self._throttle.has_pending
 
     # -- connections, opened and closed by the receiver ------------------------------------------
 
@@ -210,8 +210,8 @@ class Sender:
         self._front_ends.pop(index).close(linger=0)
 
     def _send_late(self) -> None:
-        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
-            self.send_held()
+        while self._has_pending.wait() and not self._stopped.wait(LATE_INTERVAL):
+            self.send_pending()
 
     def _send(self, index: int, message: EngineOutput) -> None:
         front_end = self._front_ends.get(index)

@@ -210,8 +210,8 @@ def _has_head(config: EngineConfig) -> bool:
     scheduling = config.scheduler
     if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
         return scheduling.drafts_with_model
-    described = read_config(model_directory(draft_settings(config), weights=False))
-    return is_eagle3(described) or is_other_head(described)
+    draft_config = read_config(model_directory(draft_settings(config), weights=False))
+    return is_eagle3(draft_config) or is_other_head(draft_config)
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:
@@ -243,7 +243,7 @@ def _new_balance(
         parallel.eplb_step_interval,
         device,
     )
-    balance.form(size)
+    balance.reset(size)
     return balance
 
 

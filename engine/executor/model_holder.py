@@ -64,7 +64,7 @@ class ModelHolder:
         """Hold the experts of another position, with `shards` processes per engine."""
         before, self.in_group = self.in_group, in_group
         if self.balance is not None:
-            self.balance.form(in_group.size * shards)
+            self.balance.reset(in_group.size * shards)
         if in_group == before and self.balance is None:
             return
         if self._offloaded is not None:  # they belong to the previous position

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch.batch import RULED_OUT, SlotStart
+from engine.batch.batch import GRAMMAR_CONFLICT, SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.mask_threads import MAX_SECONDS
 from engine.shared.matchers import leads_nowhere, shortened_message
@@ -135,7 +135,7 @@ class GrammarFollower:
                 row[:] = 0
             row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
-    def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
+    def matcher_for(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Return which of the next masks depend on the grammar, and from which state.
 
         Returns:
@@ -175,7 +175,7 @@ class GrammarFollower:
             return
         self._opening = tuple(left)
         if token_id != expected:
-            self.error = RULED_OUT
+            self.error = GRAMMAR_CONFLICT
         elif self._matcher is not None:
             fits = left and self._matcher.try_consume_tokens([token_id])
             self._matcher = self._matcher if fits else None
@@ -201,7 +201,7 @@ class GrammarFollower:
             self.error = _DEAD_END
         else:
             logger.debug("%s", reason)
-            self.error = RULED_OUT
+            self.error = GRAMMAR_CONFLICT
 
     def _bytes(self, token_id: int) -> bytes:
         text: bytes = self._compiler.tokenizer().decode_bytes([token_id])

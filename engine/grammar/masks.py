@@ -329,7 +329,7 @@ class GrammarTable:
                     break
                 follower.fill(bits[row])
             return
-        free, matcher = rows.follower.ahead(rows.proposed)
+        free, matcher = rows.follower.matcher_for(rows.proposed)
         if matcher is None:
             return
         row_bytes = self._words * bits.itemsize

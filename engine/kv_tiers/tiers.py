@@ -187,7 +187,7 @@ class KvTiers:
         fetch.read_missing(note)
 
         def take(name: BlockName, content: bytes) -> bool:
-            taken = self._take(fetch, name, content)
+            taken = self._add_block(fetch, name, content)
             if taken:
                 fetch.pulled.add(name)
             return taken
@@ -272,9 +272,9 @@ class KvTiers:
         if name in fetch.pulled:
             return True
         content = self._find(_key(fetch.model, name))
-        return content is not None and self._take(fetch, name, content)
+        return content is not None and self._add_block(fetch, name, content)
 
-    def _take(self, fetch: Fetch, name: BlockName, content: bytes) -> bool:
+    def _add_block(self, fetch: Fetch, name: BlockName, content: bytes) -> bool:
         with self._changed:
             if fetch.settled or self._fetched_bytes > MAX_FETCHED_BYTES:
                 return False

@@ -339,9 +339,9 @@ class BlockPort:
                 continue
             running = link.pulls.get(found.pull)
             if running is not None:
-                self._take(running, found, content)
+                self._accept_block(running, found, content)
 
-    def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
+    def _accept_block(self, running: _Running, found: BlockFound, content: bytes) -> None:
         order, now = running.order, self._clock()
         is_good = bool(found.digest)
         if is_good and (

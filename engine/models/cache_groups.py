@@ -27,15 +27,15 @@ class CacheGroups(msgspec.Struct, frozen=True):
         """Return the group of a local layer."""
         return self.of_layers[layer] if self.of_layers else 0
 
-    def places(self, num_layers: int) -> list[int]:
+    def tensor_indices(self, num_layers: int) -> list[int]:
         """Return the index of each local layer within the blocks of its group."""
-        taken = [0] * len(self.windows)
-        places = []
+        used = [0] * len(self.windows)
+        indices = []
         for layer in range(num_layers):
             group = self.group_of(layer)
-            places.append(taken[group])
-            taken[group] += 1
-        return places
+            indices.append(used[group])
+            used[group] += 1
+        return indices
 
 
 def one_group(windows: Sequence[int | None]) -> CacheGroups:

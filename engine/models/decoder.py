@@ -53,7 +53,7 @@ class DecoderLayer(Module):
         self.is_parallel = is_parallel
         self.residual_scale = residual_scale
         self._shards = shards
-        self._adds_alone = (
+        self._adds_in_place = (
             shards is None
             and attention_output_norm is None
             and mlp_output_norm is None
@@ -84,7 +84,7 @@ class DecoderLayer(Module):
         return self._added(x, self.mlp_output_norm, self.mlp, normed)
 
     def _added(self, x: Tensor, norm: Rows | None, block: Any, *arguments: Any) -> Tensor:
-        if self._adds_alone:
+        if self._adds_in_place:
             return add_to(x, block, *arguments)
         output: Tensor = block(*arguments)
         if not output.shape[0]:

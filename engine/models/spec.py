@@ -210,7 +210,7 @@ class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
     """Video frames per patch; an image is repeated this many times."""
     window_size: int
     """Pixels per side of a window."""
-    whole_layers: tuple[int, ...]
+    full_attention_layers: tuple[int, ...]
     """Layers that attend to the whole image."""
     theta: float
     """Base of the rotations."""

@@ -74,20 +74,20 @@ class HeadDrafts:
         """Return the collector of the model's states in one step."""
         return self._head.new_taps()
 
-    def take(self, hidden: Tensor, taps: Taps) -> None:
+    def store_states(self, hidden: Tensor, taps: Taps) -> None:
         """Store the head's inputs until the step's tokens are known: final states
         [tokens, hidden], of all tokens if `needs_final`, or states between layers."""
         self._found = taps.states() if self._head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
+        """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
 
         The plan's starts and blocks are already in the table.
         """
         for start in plan.starting:
             self._is_new[start.slot] = True
         slots, positions = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
-        self._recall(slots, positions)
+        self._load_states(slots, positions)
         rows = np.array(list(plan.proposed), np.int64)
         if not len(rows):
             return plan
@@ -130,7 +130,7 @@ class HeadDrafts:
         self._compute(rows, begins, rows.starts + counts, states)
         self._keep(rows, counts, states)
 
-    def _recall(self, slots: IntArray, starts: IntArray) -> None:
+    def _load_states(self, slots: IntArray, starts: IntArray) -> None:
         """Load the states before sequences that start with cached blocks."""
         new = self._is_new[slots]
         if not new.any():

@@ -43,7 +43,7 @@ class DraftModel:
         """Number of computed positions per slot; those of rejected drafts are stale."""
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
+        """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
 
         The plan's starts and blocks are already in the table.
         """

@@ -32,7 +32,7 @@ class ImageEmbeddings:
         """By slot: number of tokens minus number of positions of all its images."""
 
     def update(self, plan: BatchPlan) -> None:
-        """Process starting sequences, encode new images and drop forgotten ones.
+        """Process starting sequences, encode new images and drop evicted ones.
 
         Idempotent, as a plan that was not completed can be repeated.
         """
@@ -41,7 +41,7 @@ class ImageEmbeddings:
             if start.images:
                 self._images[start.slot] = start.images
                 self._saved_by_all[start.slot] = sum(map(self._saved, start.images))
-        for digest in plan.forgotten:
+        for digest in plan.evicted_images:
             self._cached.pop(digest, None)
         for each in plan.encoded:
             if each.digest not in self._cached:

@@ -243,7 +243,7 @@ class ModelRunner:
         plan, rows = started.plan, started.rows
         self._params |= {each.slot: each.pooling or PoolingParams() for each in plan.starting}
         ended = rows.samples
-        if pooler.sees_last:
+        if pooler.pools_last_token:
             hidden, _ = self._states(started)
             token_ids = np.zeros(len(ended), np.int64)  # used only for per-token vectors
             firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
@@ -341,7 +341,7 @@ class ModelRunner:
         incoming = None if started.incoming is None else started.incoming.wait()
         states: Tensor = model(step, self._cache, incoming)
         if self._head is not None:
-            self._head.take(states, taps)
+            self._head.store_states(states, taps)
         return states
 
     def _prompt_logprobs(

@@ -34,7 +34,7 @@ class BlockPool:
         """Return `count` blocks with one reference each, or None if fewer are free."""
         if count > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        return [self._pop_free() for _ in range(count)]
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to blocks that hold kept content."""
@@ -81,7 +81,7 @@ class BlockPool:
         """Return the ids of all blocks whose content is kept, referenced or not."""
         return {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
 
-    def _take(self) -> int:
+    def _pop_free(self) -> int:
         if self._blank:
             block_id = self._blank.pop()
         else:

@@ -180,8 +180,8 @@ class EncoderCache:
     def take_changes(self) -> tuple[list[EncoderInput], list[bytes]]:
         """Return and clear the images to encode, and the digests evicted before that."""
         encoded, self._encoded = self._encoded, []
-        forgotten, self._evicted = self._evicted, []
-        return encoded, forgotten
+        evicted, self._evicted = self._evicted, []
+        return encoded, evicted
 
     @property
     def max_patches(self) -> int:

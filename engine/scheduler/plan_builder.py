@@ -35,7 +35,7 @@ class PlanBuilder:
     """Versions of the adapters to place, by slot."""
     encoded: list[EncoderInput] = field(default_factory=list)
     """Images to encode."""
-    forgotten: list[bytes] = field(default_factory=list)
+    evicted_images: list[bytes] = field(default_factory=list)
     """Digests of images that the executor has to evict."""
     short_of_blocks: bool = False
     """A running request did not get a block, so no others are admitted."""
@@ -110,6 +110,6 @@ class PlanBuilder:
             },
             adapters=self.adapters,
             encoded=self.encoded,
-            forgotten=self.forgotten,
+            evicted_images=self.evicted_images,
         )
         return plan, requests

@@ -60,7 +60,7 @@ class Planner:
             self._schedule_partials(plan, budget, partials)
             self._schedule_waiting(plan, budget)
         plan.adapters = self._adapters.take_placed()
-        plan.encoded, plan.forgotten = self._encoder.take_changes()
+        plan.encoded, plan.evicted_images = self._encoder.take_changes()
 
     # -- input of admission policies -------------------------------------------------------------
 

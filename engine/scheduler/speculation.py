@@ -4,7 +4,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from engine.batch.batch import TO_BE_DRAFTED
+from engine.batch.batch import DRAFT_PLACEHOLDER
 from engine.batch.executor import ExecutorInfo
 from engine.scheduler.admission import StepBudget
 from engine.scheduler.draft_lengths import Candidate, DraftLengths, Prices
@@ -163,7 +163,7 @@ class Speculator:
         if count <= 0:
             return []
         if self._drafts_later:
-            return [TO_BE_DRAFTED] * count
+            return [DRAFT_PLACEHOLDER] * count
         index = self._ngrams.get(request.id)
         if index is None:
             index = self._ngrams[request.id] = NgramIndex(*self._lookup)

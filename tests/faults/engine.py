@@ -299,8 +299,8 @@ class Engine(Process):
 
     def _goes_on(self) -> None:
         """Handle what a turn has left: stats held back, or the end of the loop."""
-        if self._sender.holds:
-            self.after(LATE_INTERVAL, self._sender.send_held)
+        if self._sender.has_pending:
+            self.after(LATE_INTERVAL, self._sender.send_pending)
         stop: Stop | None = self._loop.stopped
         if stop is not None:
             assert stop.error is None, stop.error

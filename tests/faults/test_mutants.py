@@ -256,11 +256,11 @@ class WaitsForTheSilent(BlockPort):
 class TakesWhatComes(BlockPort):
     """Does not verify a block's checksum."""
 
-    def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
+    def _accept_block(self, running: _Running, found: BlockFound, content: bytes) -> None:
         if found.digest:
             digest = checksum(running.order.model + found.name, content)
             found = msgspec.structs.replace(found, digest=digest)
-        super()._take(running, found, content)
+        super()._accept_block(running, found, content)
 
 
 class KeepsWhatNobodyReads(KvTiers):

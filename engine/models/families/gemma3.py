@@ -32,12 +32,12 @@ _VISION_DEFAULTS: dict[str, Any] = {
 
 def _spec(config: Config) -> ModelSpec:
     windows = layer_windows(config, pattern=config.get("sliding_window_pattern") or 6)
-    whole, local = layered_ropes(config)
+    full, local = layered_ropes(config)
     return replace(
-        gemma_spec(config, whole),
+        gemma_spec(config, full),
         qk_norm="head",
         windows=windows,
-        ropes=tuple(whole if window is None else local for window in windows),
+        ropes=tuple(full if window is None else local for window in windows),
         attention_softcap=cap(config, "attn_logit_softcapping"),
         logits_softcap=cap(config, "final_logit_softcapping"),
         vision=_vision(config),

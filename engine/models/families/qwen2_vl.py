@@ -88,7 +88,7 @@ def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
         is_first=is_first,
         frames=integer(values, "temporal_patch_size"),
         window_size=integer(values, "window_size"),
-        whole_layers=tuple(values["fullatt_block_indexes"]),
+        full_attention_layers=tuple(values["fullatt_block_indexes"]),
         theta=float((values.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
     )
     if spec.window_size < spec.token_side:

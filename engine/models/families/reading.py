@@ -301,10 +301,10 @@ def layered_ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
     # The top-level length only applies to parameters shared by all layers.
     config = config.replaced(original_max_position_embeddings=None)
     # Older configs only stretch full-attention layers.
-    whole = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    full = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
     local = stated.get("sliding_attention") or {}
     return (
-        _rope(config, whole, config.get("rope_theta")),
+        _rope(config, full, config.get("rope_theta")),
         _rope(config, local, config.get("rope_local_base_freq")),
     )
 

@@ -163,7 +163,7 @@ class ExpertBalance:
         interval: int,
         device: torch.device,
     ) -> None:
-        """Rebalance every `interval` steps; `form` must be called before use."""
+        """Rebalance every `interval` steps; `reset` must be called before use."""
         self.imbalance: float | None = None
         """Load of the busiest rank relative to the mean; None before the first measurement."""
         self.moved_layers = 0
@@ -183,7 +183,7 @@ class ExpertBalance:
         """Copies held by all ranks together, per layer."""
         return copies_in_group(self._num_experts, self._num_redundant, self._size)
 
-    def form(self, size: int) -> None:
+    def reset(self, size: int) -> None:
         """Reset for `size` ranks, some of which may be new."""
         self._size = size
         first = first_placement(self._num_experts, self.num_copies, size)
@@ -217,7 +217,7 @@ class ExpertBalance:
         tokens: list[int] = self._tokens.flatten().cpu().tolist()
         return [*tokens, *self._computed]
 
-    def take(self, rows: Sequence[Sequence[int]]) -> None:
+    def update(self, rows: Sequence[Sequence[int]]) -> None:
         """Process the loads of all ranks, by rank, and decide the changes."""
         num_layers, num_experts = self._tokens.shape
         first = num_layers * num_experts

@@ -227,7 +227,7 @@ class ExpertGroup:
         layer = None
         with self._completing_step():
             if balance.is_due():
-                balance.take(self.group.all_gather_row(balance.row()))
+                balance.update(self.group.all_gather_row(balance.row()))
             layer = balance.next_layer()
         if layer is not None:
             self._routes.pop(layer, None)

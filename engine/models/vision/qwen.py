@@ -163,7 +163,7 @@ def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
         num_heads=spec.num_heads,
         norm_first=True,
         rotary=0,
-        grouping=0 if index in spec.whole_layers else 1,
+        grouping=0 if index in spec.full_attention_layers else 1,
     )
 
 

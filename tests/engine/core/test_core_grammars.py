@@ -507,7 +507,7 @@ class SlowMasks:
         self.release = threading.Event()
         self.spins = False
         self.num_begun = self.num_asked = 0
-        original = GrammarFollower.ahead
+        original = GrammarFollower.matcher_for
 
         def slow(follower: GrammarFollower, proposed: Any) -> Any:
             self.num_asked += follower.grammar.spec == spec
@@ -518,7 +518,7 @@ class SlowMasks:
                 self.release.wait(60)
             return original(follower, proposed)
 
-        monkeypatch.setattr(GrammarFollower, "ahead", slow)
+        monkeypatch.setattr(GrammarFollower, "matcher_for", slow)
 
 
 SLOW = RegexGrammar("[a-z]{3,5}( [a-z]{3,5}){2,4}")

@@ -158,7 +158,7 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
             return False
         return True
 
-    monkeypatch.setattr(StatsThrottle, "holds", property(holds))
+    monkeypatch.setattr(StatsThrottle, "has_pending", property(holds))
     sender.start()
     sender.send_step(CoreStep({}, [], stats(1)))
     until(lambda: bool(late), "the thread looks for what is held")
@@ -179,7 +179,7 @@ def test_short_work_in_a_row_is_told_now_and_then() -> None:
     offers = [busy, idle] * 50
     sent = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
     assert len(sent) == 5
-    assert throttle.holds
+    assert throttle.has_pending
     assert throttle.take(6.0) == idle
     assert throttle.offer(busy, 6.1) == busy, "the end was told at last"
 

@@ -122,7 +122,7 @@ class Member:
         """
         group = self._group()
         balance = ExpertBalance(1, 6, 5, 1, self.device)
-        balance.form(group.size)
+        balance.reset(group.size)
         shared = ExpertGroup(6, 2, self.device, balance=balance)
         shared.prepare(group.rank, group.size)
         shared.join(group)

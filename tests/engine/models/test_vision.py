@@ -154,7 +154,7 @@ def test_qwen2_vl_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -
     vision = found.vision
     assert isinstance(vision, QwenVisionSpec)
     assert (vision.hidden_size, vision.intermediate_size) == (1280, 5120)
-    assert (vision.activation, vision.whole_layers) == ("quick_gelu", tuple(range(32)))
+    assert (vision.activation, vision.full_attention_layers) == ("quick_gelu", tuple(range(32)))
     assert vision.num_tokens(756, 1008) == 972
     other = {**QWEN2_2B["vision_config"], "hidden_size": 1280}
     with pytest.raises(UnsupportedModel, match="json: hidden_size 1280 of vision_config is not"):
