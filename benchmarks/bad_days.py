@@ -35,13 +35,13 @@ from benchmarks.clock_shim import ShiftedClock
 from benchmarks.hostile.disks import small_disk
 from benchmarks.running_stack import RunningStack
 
-WITHIN = 30.0
+RECOVERY_SECONDS = 30.0
 """Seconds within which a stack must be whole again."""
 
 STEADY = 1.5
 """Seconds for which a whole stack's processes must stay the same."""
 
-EVERYBODY = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
+ALL_PROCESSES = {"supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"}
 FLAGS = (
     "--executor", "simulated", "--simulated-step-us", "10000", "--data-parallel-size", "2",
     "--min-ready-engines", "2",
@@ -49,7 +49,7 @@ FLAGS = (
 
 
 MODEL = "swell-shakespeare"
-PATIENCE = 60.0
+CLIENT_TIMEOUT = 60.0
 """Client timeout in seconds."""
 
 
@@ -97,10 +97,10 @@ def ask(url: str, tokens: int, seed: int, rank: int | None = None) -> None:
     if rank is not None:
         headers["X-data-parallel-rank"] = str(rank)
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        told = json.loads(answer.read())["usage"]["completion_tokens"]
-    if told != tokens:
-        raise ValueError(f"{told} of {tokens} tokens")
+    with urllib.request.urlopen(request, timeout=CLIENT_TIMEOUT) as answer:
+        num_tokens = json.loads(answer.read())["usage"]["completion_tokens"]
+    if num_tokens != tokens:
+        raise ValueError(f"{num_tokens} of {tokens} tokens")
 
 
 class Unusable(Exception):
@@ -113,7 +113,7 @@ class Outcome:
 
     answered: int
     failures: list[str]
-    whole_after: float | None
+    recovered_after: float | None
     """Seconds from the start of the disturbance; None if it was not whole in time."""
     stopped_cleanly: bool
 
@@ -122,7 +122,7 @@ class Outcome:
 
 
 @dataclass
-class Scene:
+class Target:
     """A running stack, and resources that the disturbance may need."""
 
     stack: RunningStack
@@ -138,10 +138,10 @@ class Scene:
 
     def kill(self, *names: str) -> None:
         """Kill processes by title."""
-        living = self.stack.processes()
+        processes = self.stack.processes()
         for name in names:
-            self.killed.append(living[name])
-            living[name].kill()
+            self.killed.append(processes[name])
+            processes[name].kill()
 
     def ready(self) -> tuple[int, int]:
         """Return how many engines and front ends the cluster considers ready.
@@ -153,10 +153,12 @@ class Scene:
             status = json.load(answer)
         return sum(engine["ready"] for engine in status["engines"]), status["num_front_ends"]
 
-    def whole(self) -> set[int] | None:
+    def healthy_processes(self) -> set[int] | None:
         """Return the process ids if all processes run and every engine answers, else None."""
-        living = self.stack.processes()
-        if set(living) != EVERYBODY or any(each in self.killed for each in living.values()):
+        processes = self.stack.processes()
+        if set(processes) != ALL_PROCESSES or any(
+            each in self.killed for each in processes.values()
+        ):
             return None
         try:
             if self.ready() != (2, 2):
@@ -165,37 +167,37 @@ class Scene:
                 ask(self.stack.url, 2, seed, rank=seed % 2)
         except (OSError, http.client.HTTPException, ValueError, KeyError):
             return None
-        return {each.pid for each in living.values()}
+        return {each.pid for each in processes.values()}
 
 
-Mischief = Callable[[Scene], None]
-Setting = Callable[[Path], AbstractContextManager[Scene]]
+Disturbance = Callable[[Target], None]
+Setting = Callable[[Path], AbstractContextManager[Target]]
 
 
 @contextmanager
-def plain(directory: Path) -> Iterator[Scene]:
+def plain(directory: Path) -> Iterator[Target]:
     """A stack as started in a container or a terminal."""
     sockets = directory / "sockets"
     with RunningStack(*FLAGS, "--socket-dir", str(sockets)) as stack:
-        yield Scene(stack, sockets)
+        yield Target(stack, sockets)
 
 
 @contextmanager
-def _logging_to(directory: Path, log: int, interpreter: Path | None = None) -> Iterator[Scene]:
+def _logging_to(directory: Path, log: int, interpreter: Path | None = None) -> Iterator[Target]:
     sockets = directory / "sockets"
     flags = (*FLAGS, "--socket-dir", str(sockets))
     with RunningStack(*flags, log=log, interpreter=interpreter) as stack:
-        yield Scene(stack, sockets)
+        yield Target(stack, sockets)
 
 
 @contextmanager
-def logging_to_a_pipe(directory: Path) -> Iterator[Scene]:
+def logging_to_a_pipe(directory: Path) -> Iterator[Target]:
     """A stack whose log is a pipe, read by another process or not at all."""
     reading, writing = os.pipe()
     try:
-        with _logging_to(directory, writing) as scene:
-            scene.log = reading
-            yield scene
+        with _logging_to(directory, writing) as target:
+            target.log = reading
+            yield target
     finally:
         os.close(writing)
         with contextlib.suppress(OSError):
@@ -203,7 +205,7 @@ def logging_to_a_pipe(directory: Path) -> Iterator[Scene]:
 
 
 @contextmanager
-def logging_to_nothing(directory: Path) -> Iterator[Scene]:
+def logging_to_nothing(directory: Path) -> Iterator[Target]:
     """A stack started without stdin, stdout and stderr."""
     wrapper = directory / "closed"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@" 0<&- 1>&- 2>&-\n')
@@ -213,14 +215,14 @@ def logging_to_nothing(directory: Path) -> Iterator[Scene]:
 
 
 @contextmanager
-def logging_to_a_full_disk(directory: Path) -> Iterator[Scene]:
+def logging_to_a_full_disk(directory: Path) -> Iterator[Target]:
     """A stack whose log disk is always full."""
-    with Path("/dev/full").open("wb") as full, _logging_to(directory, full.fileno()) as scene:
-        yield scene
+    with Path("/dev/full").open("wb") as full, _logging_to(directory, full.fileno()) as target:
+        yield target
 
 
 @contextmanager
-def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
+def logging_to_a_small_disk(directory: Path) -> Iterator[Target]:
     """A stack whose log is on a 1 MB file system."""
     with contextlib.ExitStack() as opened:
         try:
@@ -228,30 +230,30 @@ def logging_to_a_small_disk(directory: Path) -> Iterator[Scene]:
         except OSError as error:
             raise Unusable(str(error)) from error
         log = opened.enter_context((disk / "log").open("ab"))
-        scene = opened.enter_context(_logging_to(directory, log.fileno()))
-        scene.log_disk = disk
-        yield scene
+        target = opened.enter_context(_logging_to(directory, log.fileno()))
+        target.log_disk = disk
+        yield target
 
 
 @contextmanager
-def with_its_own_interpreter(directory: Path) -> Iterator[Scene]:
+def with_its_own_interpreter(directory: Path) -> Iterator[Target]:
     """A stack in a virtual environment that is upgraded while it runs."""
     environment = directory / "environment"
     (environment / "bin").mkdir(parents=True)
-    ours = Path(sys.prefix)
-    (environment / "lib").symlink_to(ours / "lib")
-    if (ours / "pyvenv.cfg").exists():
-        shutil.copy(ours / "pyvenv.cfg", environment)
+    prefix = Path(sys.prefix)
+    (environment / "lib").symlink_to(prefix / "lib")
+    if (prefix / "pyvenv.cfg").exists():
+        shutil.copy(prefix / "pyvenv.cfg", environment)
     interpreter = environment / "bin" / "python"
     interpreter.symlink_to(Path(sys.executable).resolve())
     sockets = directory / "sockets"
     flags = (*FLAGS, "--socket-dir", str(sockets))
     with RunningStack(*flags, interpreter=interpreter) as stack:
-        yield Scene(stack, sockets, interpreter=interpreter)
+        yield Target(stack, sockets, interpreter=interpreter)
 
 
 @contextmanager
-def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
+def with_a_clock_that_jumps(directory: Path) -> Iterator[Target]:
     """A stack whose time of day can be changed."""
     try:
         clock = ShiftedClock(directory)
@@ -260,193 +262,197 @@ def with_a_clock_that_jumps(directory: Path) -> Iterator[Scene]:
     sockets = directory / "sockets"
     flags = (*FLAGS, "--socket-dir", str(sockets))
     with RunningStack(*flags, environment=clock.environment) as stack:
-        yield Scene(stack, sockets, clock=clock)
+        yield Target(stack, sockets, clock=clock)
 
 
-def kill_an_engine(scene: Scene) -> None:
+def kill_an_engine(target: Target) -> None:
     """Kill an engine."""
-    scene.kill("engine 1")
+    target.kill("engine 1")
 
 
-def close_the_reader(scene: Scene) -> None:
+def close_the_reader(target: Target) -> None:
     """Close the log's reader; then kill an engine."""
-    assert scene.log is not None
-    os.close(scene.log)
-    scene.kill("engine 1")
+    assert target.log is not None
+    os.close(target.log)
+    target.kill("engine 1")
 
 
-def stop_reading(scene: Scene) -> None:
+def stop_reading(target: Target) -> None:
     """Let the log's pipe fill up; then kill an engine."""
-    assert scene.log is not None
-    pipe = os.open(f"/proc/{scene.stack.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    assert target.log is not None
+    pipe = os.open(f"/proc/{target.stack.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(pipe, b"x" * 1024)
     os.close(pipe)
-    scene.kill("engine 1")
+    target.kill("engine 1")
 
 
-def fill_the_disk(scene: Scene) -> None:
+def fill_the_disk(target: Target) -> None:
     """Fill the log's disk for three seconds, and kill an engine meanwhile."""
-    assert scene.log_disk is not None
-    junk = scene.log_disk / "junk"
+    assert target.log_disk is not None
+    junk = target.log_disk / "junk"
     with junk.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"x" * 4096)
-    scene.kill("engine 1")
+    target.kill("engine 1")
     time.sleep(3)
     junk.unlink()
 
 
 def _remove_all(directory: Path) -> None:
-    for left in directory.iterdir():
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)  # files that are recreated meanwhile may stay
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)  # files that are recreated meanwhile may stay
         else:
-            left.unlink()
+            entry.unlink()
 
 
-def clean_up_files(scene: Scene) -> None:
+def clean_up_files(target: Target) -> None:
     """Remove all files of the node; then kill an engine and the coordinator."""
-    _remove_all(scene.directory)
-    scene.kill("engine 1", "coordinator")
+    _remove_all(target.directory)
+    target.kill("engine 1", "coordinator")
 
 
-def clean_up_files_of_front_ends(scene: Scene) -> None:
+def clean_up_files_of_front_ends(target: Target) -> None:
     """Remove all files of the node; then kill an API server."""
-    _remove_all(scene.directory)
-    scene.kill("api 1")
+    _remove_all(target.directory)
+    target.kill("api 1")
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # it may have accepted the connection before it died
-            if scene.ready()[1] != 2:
+            if target.ready()[1] != 2:
                 break
         time.sleep(0.02)  # the dead one counts until it is noticed
 
 
-def remove_the_interpreter(scene: Scene) -> None:
+def remove_the_interpreter(target: Target) -> None:
     """Remove the interpreter for two seconds, and kill an engine meanwhile."""
-    assert scene.interpreter is not None
-    aside = scene.interpreter.with_name("aside")
-    scene.interpreter.rename(aside)
-    scene.kill("engine 1")
+    assert target.interpreter is not None
+    renamed = target.interpreter.with_name("aside")
+    target.interpreter.rename(renamed)
+    target.kill("engine 1")
     time.sleep(2)
-    aside.rename(scene.interpreter)
+    renamed.rename(target.interpreter)
 
 
-def _limit_the_supervisor(scene: Scene, which: int, limit: int) -> None:
-    supervisor = psutil.Process(scene.stack.process.pid)
+def _limit_the_supervisor(target: Target, which: int, limit: int) -> None:
+    supervisor = psutil.Process(target.stack.process.pid)
     before = supervisor.rlimit(which)
     assert before is not None
     supervisor.rlimit(which, (limit, before[1]))
-    scene.kill("engine 1", "coordinator")
+    target.kill("engine 1", "coordinator")
     time.sleep(2)
     supervisor.rlimit(which, before)
 
 
-def run_out_of_descriptors(scene: Scene) -> None:
+def run_out_of_descriptors(target: Target) -> None:
     """Exhaust the supervisor's descriptors for two seconds; kill an engine and the coordinator."""
-    _limit_the_supervisor(scene, psutil.RLIMIT_NOFILE, 3)
+    _limit_the_supervisor(target, psutil.RLIMIT_NOFILE, 3)
 
 
-def run_out_of_memory(scene: Scene) -> None:
+def run_out_of_memory(target: Target) -> None:
     """Exhaust the supervisor's memory for two seconds; kill an engine and the coordinator."""
-    _limit_the_supervisor(scene, psutil.RLIMIT_AS, 1 << 20)
+    _limit_the_supervisor(target, psutil.RLIMIT_AS, 1 << 20)
 
 
-def set_the_clock(scene: Scene) -> None:
+def set_the_clock(target: Target) -> None:
     """Set the clock a day ahead and back; kill an engine and the coordinator in between."""
-    assert scene.clock is not None
-    scene.clock.shift(86_400)
-    scene.kill("engine 1", "coordinator")
+    assert target.clock is not None
+    target.clock.shift(86_400)
+    target.kill("engine 1", "coordinator")
     time.sleep(2)
-    scene.clock.shift(-86_400)
+    target.clock.shift(-86_400)
 
 
-def _stop(scene: Scene, name: str, seconds: float, victim: str) -> None:
-    stopped = scene.stack.processes()[name]
+def _stop(target: Target, name: str, seconds: float, victim: str) -> None:
+    stopped = target.stack.processes()[name]
     stopped.send_signal(signal.SIGSTOP)
-    scene.kill(victim)
+    target.kill(victim)
     time.sleep(seconds)
     stopped.send_signal(signal.SIGCONT)
 
 
-def stop_the_supervisor(scene: Scene) -> None:
+def stop_the_supervisor(target: Target) -> None:
     """Stop the supervisor for three seconds, and kill an engine meanwhile."""
-    _stop(scene, "supervisor", 3, "engine 1")
+    _stop(target, "supervisor", 3, "engine 1")
 
 
-def stop_the_coordinator(scene: Scene) -> None:
+def stop_the_coordinator(target: Target) -> None:
     """Stop the coordinator for eight seconds, and kill an engine meanwhile."""
-    _stop(scene, "coordinator", 8, "engine 1")
+    _stop(target, "coordinator", 8, "engine 1")
 
 
 @dataclass(frozen=True)
-class Day:
+class Scenario:
     """A configuration of a stack, and a disturbance."""
 
     setting: Setting
-    mischief: Mischief
+    disturbance: Disturbance
     kills_a_front_end: bool = False
     """Whether it kills a front end, breaking its connections."""
 
 
-DAYS = {
-    "stderr closed": Day(logging_to_nothing, kill_an_engine),
-    "stderr's reader gone": Day(logging_to_a_pipe, close_the_reader),
-    "stderr not read": Day(logging_to_a_pipe, stop_reading),
-    "log disk always full": Day(logging_to_a_full_disk, kill_an_engine),
-    "log disk full for 3 s": Day(logging_to_a_small_disk, fill_the_disk),
-    "files cleaned": Day(plain, clean_up_files),
-    "files cleaned, API server": Day(plain, clean_up_files_of_front_ends, kills_a_front_end=True),
-    "interpreter missing": Day(with_its_own_interpreter, remove_the_interpreter),
-    "no descriptors": Day(plain, run_out_of_descriptors),
-    "no memory": Day(plain, run_out_of_memory),
-    "clock jumps": Day(with_a_clock_that_jumps, set_the_clock),
-    "supervisor stopped": Day(plain, stop_the_supervisor),
-    "coordinator stopped": Day(plain, stop_the_coordinator),
+SCENARIOS = {
+    "stderr closed": Scenario(logging_to_nothing, kill_an_engine),
+    "stderr's reader gone": Scenario(logging_to_a_pipe, close_the_reader),
+    "stderr not read": Scenario(logging_to_a_pipe, stop_reading),
+    "log disk always full": Scenario(logging_to_a_full_disk, kill_an_engine),
+    "log disk full for 3 s": Scenario(logging_to_a_small_disk, fill_the_disk),
+    "files cleaned": Scenario(plain, clean_up_files),
+    "files cleaned, API server": Scenario(
+        plain, clean_up_files_of_front_ends, kills_a_front_end=True
+    ),
+    "interpreter missing": Scenario(with_its_own_interpreter, remove_the_interpreter),
+    "no descriptors": Scenario(plain, run_out_of_descriptors),
+    "no memory": Scenario(plain, run_out_of_memory),
+    "clock jumps": Scenario(with_a_clock_that_jumps, set_the_clock),
+    "supervisor stopped": Scenario(plain, stop_the_supervisor),
+    "coordinator stopped": Scenario(plain, stop_the_coordinator),
 }
 
 
 # -- results -------------------------------------------------------------------------------------
 
 
-def live_through(day: Day, clients: int, within: float = WITHIN) -> Outcome:
+def run_scenario(
+    scenario: Scenario, clients: int, recovery_seconds: float = RECOVERY_SECONDS
+) -> Outcome:
     """Run a day on its own stack.
 
     Args:
         clients: number of concurrent requests.
-        within: seconds within which the stack must be whole again.
+        recovery_seconds: seconds within which the stack must be whole again.
 
     Raises:
         Unusable: this machine cannot run the scenario.
     """
-    with TemporaryDirectory(prefix="bad-day-") as name, day.setting(Path(name)) as scene:
-        with Load(scene.stack.url, clients) as load:
+    with TemporaryDirectory(prefix="bad-day-") as name, scenario.setting(Path(name)) as target:
+        with Load(target.stack.url, clients) as load:
             while load.answered < clients and not load.failures:
                 time.sleep(0.05)
             time.sleep(1.5)  # longer than all one-second intervals
-            began = time.monotonic()
-            day.mischief(scene)
-            whole_at = wait_until_whole(scene, began + within)
-            after = None if whole_at is None else whole_at - began
+            started_at = time.monotonic()
+            scenario.disturbance(target)
+            recovered_at = wait_until_healthy(target, started_at + recovery_seconds)
+            recovered_after = None if recovered_at is None else recovered_at - started_at
         with contextlib.suppress(Exception):
-            scene.stack.stop()
-        is_clean = scene.stack.process.returncode == 0 and not list(scene.directory.iterdir())
-        return Outcome(load.answered, load.failures, after, is_clean)
+            target.stack.stop()
+        is_clean = target.stack.process.returncode == 0 and not list(target.directory.iterdir())
+        return Outcome(load.answered, load.failures, recovered_after, is_clean)
 
 
-def wait_until_whole(scene: Scene, deadline: float) -> float | None:
+def wait_until_healthy(target: Target, deadline: float) -> float | None:
     """Wait until the stack is whole and stays so; return the time, None if not in time."""
     while time.monotonic() < deadline:
-        first = scene.whole()
-        whole_at = time.monotonic()
+        first = target.healthy_processes()
+        recovered_at = time.monotonic()
         if first is None:
             time.sleep(0.1)
             continue
         time.sleep(STEADY)  # a process in a crash loop exists intermittently
-        if scene.whole() == first:
-            return whole_at
+        if target.healthy_processes() == first:
+            return recovered_at
     return None
 
 
@@ -460,20 +466,20 @@ def main() -> int:
     console = Console()
     table = Table("day", "what was done", "answered", "failed", "whole after", "ended cleanly")
     is_fine = True
-    for name, day in DAYS.items():
+    for name, scenario in SCENARIOS.items():
         if options.only not in name:
             continue
         console.print(f"{name} ...")
-        what = " ".join((day.mischief.__doc__ or "").split())
+        what = " ".join((scenario.disturbance.__doc__ or "").split())
         try:
-            outcome = live_through(day, options.clients)
+            outcome = run_scenario(scenario, options.clients)
         except Unusable as error:
             table.add_row(name, what, "", "", str(error), "")
             continue
         fails = len(outcome.failures)
-        is_fine &= outcome.whole_after is not None and outcome.stopped_cleanly
-        is_fine &= fails <= (options.clients if day.kills_a_front_end else 0)
-        after = "never" if outcome.whole_after is None else f"{outcome.whole_after:.1f} s"
+        is_fine &= outcome.recovered_after is not None and outcome.stopped_cleanly
+        is_fine &= fails <= (options.clients if scenario.kills_a_front_end else 0)
+        after = "never" if outcome.recovered_after is None else f"{outcome.recovered_after:.1f} s"
         clean = "yes" if outcome.stopped_cleanly else "no"
         table.add_row(name, what, str(outcome.answered), str(fails), after, clean)
         for failure in sorted(set(outcome.failures))[:3]:

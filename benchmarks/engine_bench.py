@@ -81,13 +81,13 @@ class Clock:
         def call(*arguments: Any, **options: Any) -> Any:
             if getattr(self._within, part, False):
                 return function(*arguments, **options)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             setattr(self._within, part, True)
             try:
                 return function(*arguments, **options)
             finally:
                 setattr(self._within, part, False)
-                self.add(part, time.perf_counter() - began)
+                self.add(part, time.perf_counter() - started_at)
 
         return call
 
@@ -156,13 +156,13 @@ def run_load(
         tokens = [draw.randrange(vocab_size) for _ in range(load.prompt)]
         core.handle(AddRequest(id_, str(id_), 0, 0, tokens, params))
     while core.has_work:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         step = core.step()
         for outputs in step.outputs.values():
             encode(StepOutputs(step.stats, outputs))
         ended = time.perf_counter()
         clock.add("tokens", sum(len(outputs) for outputs in step.outputs.values()))
-        clock.end_step(ended - began)
+        clock.end_step(ended - started_at)
 
 
 def parts_of(step: dict[str, float]) -> dict[str, float]:

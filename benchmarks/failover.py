@@ -61,7 +61,7 @@ SCHEMA = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request."""
 
     kind: str
@@ -73,10 +73,10 @@ class Ask:
 class Answer:
     """The content of an answer, and its timing."""
 
-    told: str = ""
+    output: str = ""
     error: str | None = None
     longest_pause: float = 0.0
-    took: float = 0.0
+    seconds: float = 0.0
     first_after: float = 0.0
     """Seconds until the first data."""
     port: int = 0
@@ -92,18 +92,18 @@ class Progress:
     disturbances: list[tuple[float, str]] = field(default_factory=list)
 
 
-def asks(streams: int, tokens: int, about: str = "") -> list[Ask]:
+def make_requests(streams: int, tokens: int, about: str = "") -> list[Request]:
     """Return the mix of requests: two kinds of streams in full number, the others an eighth each.
 
     All prompts end with `about`.
     """
-    made: list[Ask] = []
+    requests: list[Request] = []
     few = max(1, streams // 8)
 
     def completion(kind: str, number: int, **options: object) -> None:
         prompt = f"{SPEAKERS[number % len(SPEAKERS)]}: say {number} times what{about}"
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        made.append(Ask(kind, "/v1/completions", {**body, "seed": number, **options}))
+        requests.append(Request(kind, "/v1/completions", {**body, "seed": number, **options}))
 
     for number in range(streams):
         completion("greedy stream", number, temperature=0, stream=True)
@@ -115,13 +115,13 @@ def asks(streams: int, tokens: int, about: str = "") -> list[Ask]:
         messages = [{"role": "user", "content": f"Tell me of {SPEAKERS[number % 7]}{about}"}]
         chat: dict[str, Any] = {"model": MODEL, "messages": messages, "seed": number}
         options = {"max_tokens": tokens, "ignore_eos": True, "stream": True}
-        made.append(Ask("chat", "/v1/chat/completions", {**chat, **options}))
+        requests.append(Request("chat", "/v1/chat/completions", {**chat, **options}))
         schema = {"type": "json_schema", "json_schema": {"name": "line", "schema": SCHEMA}}
-        made.append(
-            Ask("JSON schema", "/v1/chat/completions",
+        requests.append(
+            Request("JSON schema", "/v1/chat/completions",
                 {**chat, "max_tokens": tokens, "response_format": schema})
         )  # fmt: skip
-    return made
+    return requests
 
 
 async def streamed_choices(
@@ -161,10 +161,10 @@ def text_of(choice: dict[str, Any]) -> str:
     return text or ""
 
 
-async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Answer:
+async def answer(client: httpx.AsyncClient, request: Request, progress: Progress) -> Answer:
     """Send one request and record everything that must be equal in every run."""
     result = Answer()
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     async def traced(event: str, about: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
@@ -172,33 +172,33 @@ async def answer(client: httpx.AsyncClient, ask: Ask, progress: Progress) -> Ans
 
     extensions = {"trace": traced}
     try:
-        if ask.body.get("stream"):
-            result.told = await _streamed(client, ask, progress, result, extensions)
+        if request.body.get("stream"):
+            result.output = await _streamed(client, request, progress, result, extensions)
         else:
-            response = await client.post(ask.path, json=ask.body, extensions=extensions)
+            response = await client.post(request.path, json=request.body, extensions=extensions)
             body = response.json()
             if response.status_code != 200:
                 raise ValueError(f"{response.status_code}: {body}")
-            result.told = json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+            result.output = json.dumps([body["choices"], body["usage"]["completion_tokens"]])
     except (httpx.HTTPError, ValueError, ConnectionError) as error:
         result.error = f"{type(error).__name__}: {error}"
-    result.took = time.monotonic() - began
+    result.seconds = time.monotonic() - started_at
     progress.done += 1
     return result
 
 
 async def _streamed(
-    client: httpx.AsyncClient, ask: Ask, progress: Progress, result: Answer,
+    client: httpx.AsyncClient, request: Request, progress: Progress, result: Answer,
     extensions: dict[str, Any],
 ) -> str:  # fmt: skip
-    began = time.monotonic()
+    started_at = time.monotonic()
     pieces: dict[int, list[str]] = {}
     scores: dict[int, list[Any]] = {}
     reasons: dict[int, str] = {}
     last: float | None = None
-    async for choices in streamed_choices(client, ask.path, ask.body, extensions):
+    async for choices in streamed_choices(client, request.path, request.body, extensions):
         now = time.monotonic()
-        result.first_after = result.first_after or now - began
+        result.first_after = result.first_after or now - started_at
         result.longest_pause = max(result.longest_pause, now - (last or now))
         last = now
         progress.pieces += 1
@@ -216,7 +216,7 @@ async def _streamed(
     )
 
 
-class Disturbs(Protocol):
+class Disturbance(Protocol):
     """Strikes once a share of the pieces has arrived."""
 
     async def run(self, progress: Progress) -> None:
@@ -224,16 +224,18 @@ class Disturbs(Protocol):
 
 
 async def run(
-    url: str, todo: list[Ask], disturb: Disturbs | None, progress: Progress
+    url: str, requests: list[Request], disturbance: Disturbance | None, progress: Progress
 ) -> list[Answer]:
     """Send all requests at once and return the answers in order."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        jobs = [asyncio.create_task(answer(client, ask, progress)) for ask in todo]
-        storm = asyncio.create_task(disturb.run(progress)) if disturb is not None else None
+        jobs = [asyncio.create_task(answer(client, request, progress)) for request in requests]
+        disturbing = (
+            asyncio.create_task(disturbance.run(progress)) if disturbance is not None else None
+        )
         answers = await asyncio.gather(*jobs)
-        if storm is not None:
-            await storm
+        if disturbing is not None:
+            await disturbing
         return answers
 
 
@@ -272,7 +274,7 @@ class Disturber:
 
 
 def report(
-    console: Console, todo: list[Ask], calm: list[Answer], stormy: list[Answer],
+    console: Console, requests: list[Request], baseline: list[Answer], disturbed: list[Answer],
     progress: Progress,
 ) -> bool:  # fmt: skip
     """Print the comparison; return whether all answers were the same."""
@@ -280,29 +282,31 @@ def report(
     for at, what in progress.disturbances:
         console.print(f"{at - first:6.2f} s  {what}")
     table = Table("kind", "requests", "complete", "identical", "longest pause")
-    everything = True
-    for kind in dict.fromkeys(ask.kind for ask in todo):
-        which = [i for i, ask in enumerate(todo) if ask.kind == kind]
-        complete = sum(stormy[i].error is None and calm[i].error is None for i in which)
-        same = sum(stormy[i].told == calm[i].told and stormy[i].error is None for i in which)
-        pause = max(stormy[i].longest_pause for i in which)
+    all_identical = True
+    for kind in dict.fromkeys(request.kind for request in requests):
+        which = [i for i, request in enumerate(requests) if request.kind == kind]
+        complete = sum(disturbed[i].error is None and baseline[i].error is None for i in which)
+        same = sum(
+            disturbed[i].output == baseline[i].output and disturbed[i].error is None for i in which
+        )
+        pause = max(disturbed[i].longest_pause for i in which)
         table.add_row(
             kind, str(len(which)), str(complete), str(same), f"{pause:.2f} s" if pause else "-"
         )
-        everything &= complete == same == len(which)
+        all_identical &= complete == same == len(which)
     console.print(table)
-    for ask, before, after in zip(todo, calm, stormy, strict=True):
-        if after.error or before.error or after.told != before.told:
-            console.print(f"[red]{ask.kind}[/] {ask.body.get('prompt')}", soft_wrap=True)
-            console.print(f"   calm: {before.error or before.told[:300]}", soft_wrap=True)
-            console.print(f"  storm: {after.error or after.told[:300]}", soft_wrap=True)
-    pauses = sorted((each.longest_pause for each in stormy if each.longest_pause), reverse=True)
+    for request, before, after in zip(requests, baseline, disturbed, strict=True):
+        if after.error or before.error or after.output != before.output:
+            console.print(f"[red]{request.kind}[/] {request.body.get('prompt')}", soft_wrap=True)
+            console.print(f"   calm: {before.error or before.output[:300]}", soft_wrap=True)
+            console.print(f"  storm: {after.error or after.output[:300]}", soft_wrap=True)
+    pauses = sorted((each.longest_pause for each in disturbed if each.longest_pause), reverse=True)
     short = sum(pause < 1.0 for pause in pauses)
     console.print(
         f"longest pause in any stream: {pauses[0]:.2f} s; {short} of {len(pauses)} streams "
         "paused for less than a second"
     )
-    return everything
+    return all_identical
 
 
 # -- minutes of random disturbances ----------------------------------------------------------------
@@ -325,9 +329,9 @@ class Tally:
     longest_pause: float = 0.0
 
 
-async def strike(stack: RunningStack, tally: Tally, until: float, stop_seconds: float) -> None:
+async def strike(stack: RunningStack, tally: Tally, deadline: float, stop_seconds: float) -> None:
     """Kill or stop a random process at random intervals."""
-    while time.monotonic() < until - INTERVAL:
+    while time.monotonic() < deadline - INTERVAL:
         await asyncio.sleep(INTERVAL * random.uniform(0.5, 1.5))
         kind = random.choice(KINDS)
         name = "engine" if kind == "stop" else kind
@@ -345,22 +349,24 @@ async def strike(stack: RunningStack, tally: Tally, until: float, stop_seconds: 
                 victim.send_signal(signal.SIGCONT)
 
 
-async def client(url: str, todo: list[Ask], calm: list[Answer], tally: Tally, until: float) -> None:
+async def client(
+    url: str, requests: list[Request], baseline: list[Answer], tally: Tally, deadline: float
+) -> None:
     """Send requests one after the other, each on a new connection."""
-    while time.monotonic() < until:
-        which, began = random.randrange(len(todo)), time.monotonic()
+    while time.monotonic() < deadline:
+        which, started_at = random.randrange(len(requests)), time.monotonic()
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            found = await answer(http, todo[which], Progress())
-        tally.longest_pause = max(tally.longest_pause, found.longest_pause)
-        if found.error is None and found.told == calm[which].told:
+            result = await answer(http, requests[which], Progress())
+        tally.longest_pause = max(tally.longest_pause, result.longest_pause)
+        if result.error is None and result.output == baseline[which].output:
             tally.right += 1
-        elif found.error and any(death > began - 0.5 for death in tally.front_end_deaths):
+        elif result.error and any(death > started_at - 0.5 for death in tally.front_end_deaths):
             tally.excused += 1
         else:
-            tally.wrong.append(f"{todo[which].kind}: {found.error or found.told[:200]}")
+            tally.wrong.append(f"{requests[which].kind}: {result.error or result.output[:200]}")
 
 
-def is_at_rest(stack: RunningStack) -> bool:
+def is_idle(stack: RunningStack) -> bool:
     """Return whether all processes run and no gauge counts a request."""
     if len(stack.processes()) != NUM_PROCESSES:
         return False
@@ -380,20 +386,25 @@ def resources(stack: RunningStack) -> dict[str, list[int]]:
     }
 
 
-def endure(
-    stack: RunningStack, todo: list[Ask], calm: list[Answer], options: argparse.Namespace
+def disturb_for_minutes(
+    stack: RunningStack,
+    requests: list[Request],
+    baseline: list[Answer],
+    options: argparse.Namespace,
 ) -> bool:
     """Disturb a stack for minutes; print the results, and return whether there were no problems."""
     console, tally, before = Console(), Tally(), resources(stack)
-    until = time.monotonic() + 60 * options.minutes
+    deadline = time.monotonic() + 60 * options.minutes
 
     async def everything() -> None:
-        clients = [client(stack.url, todo, calm, tally, until) for _ in range(options.clients)]
-        await asyncio.gather(strike(stack, tally, until, options.stop_seconds), *clients)
+        clients = [
+            client(stack.url, requests, baseline, tally, deadline) for _ in range(options.clients)
+        ]
+        await asyncio.gather(strike(stack, tally, deadline, options.stop_seconds), *clients)
 
     asyncio.run(everything())
-    deadline = time.monotonic() + 45
-    while not (rests := is_at_rest(stack)) and time.monotonic() < deadline:
+    idle_by = time.monotonic() + 45
+    while not (idle := is_idle(stack)) and time.monotonic() < idle_by:
         time.sleep(0.5)
     console.print(f"disturbances: {dict(tally.strikes)}")
     console.print(
@@ -406,8 +417,8 @@ def endure(
     for name, after in resources(stack).items():
         table.add_row(name, str(before.get(name, "")), str(after))
     console.print(table)
-    console.print("at rest" if rests else "[red]not at rest[/]")
-    return rests and not tally.wrong
+    console.print("at rest" if idle else "[red]not at rest[/]")
+    return idle and not tally.wrong
 
 
 # -- rounds of strikes at transfers ----------------------------------------------------------------
@@ -421,7 +432,7 @@ PROMPT = ": friends, Romans, countrymen, lend me your ears; I come to bury Caesa
 LINK_RATE = 8e6
 """Bytes per second between engines: transfers take a quarter of a second."""
 COORDINATOR_PORTS = 5
-RESTS_WITHIN = 60.0
+IDLE_WITHIN = 60.0
 OFFERED_FOR = 65.0
 """Seconds after which unread offers expire, plus one check interval."""
 STRIKES = (
@@ -509,22 +520,22 @@ async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
     """Return the values of a metric by engine rank."""
     async with httpx.AsyncClient(timeout=10) as client:
         text = (await client.get(f"{stack.url}/metrics")).text
-    found = re.findall(rf'^swell_{series}\{{engine="(\d+)".* (\S+)$', text, re.M)
-    return {engine: float(value) for engine, value in found}
+    result = re.findall(rf'^swell_{series}\{{engine="(\d+)".* (\S+)$', text, re.M)
+    return {engine: float(value) for engine, value in result}
 
 
-async def comes_to_rest(stack: RunningStack) -> bool:
+async def becomes_idle(stack: RunningStack) -> bool:
     """Wait until the stack is at rest; return False if it takes too long."""
-    deadline = time.monotonic() + RESTS_WITHIN
-    while not (rests := await asyncio.to_thread(is_at_rest, stack)):
+    deadline = time.monotonic() + IDLE_WITHIN
+    while not (idle := await asyncio.to_thread(is_idle, stack)):
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(0.1)
-    return rests
+    return idle
 
 
 async def strike_transfers(
-    stack: RunningStack, links: BlockLinks, todo: list[Ask], known: list[Answer],
+    stack: RunningStack, links: BlockLinks, requests: list[Request], baseline: list[Answer],
     plan: Sequence[str], stop_seconds: float,
 ) -> tuple[dict[str, Row], list[str]]:  # fmt: skip
     """Run these strikes; return the results of each kind, and any problems.
@@ -539,23 +550,26 @@ async def strike_transfers(
         row = rows[kind]
         strike = Strike(kind, stack, links, 3 * row.rounds, stop_seconds)
         # With a new salt in each round, no engine has the prompts' blocks.
-        salted = [replace(ask, body={**ask.body, "cache_salt": f"{number}"}) for ask in todo]
+        salted = [
+            replace(request, body={**request.body, "cache_salt": f"{number}"})
+            for request in requests
+        ]
         broken_before = await by_engine(stack, "kv_transfer_failures_total")
         answers = await run(stack.url, salted, strike, Progress())
         over = time.monotonic()
         row.rounds += 1
-        for ask, answer, right in zip(todo, answers, known, strict=True):
+        for request, answer, expected in zip(requests, answers, baseline, strict=True):
             row.answers += 1
             row.first_after = max(row.first_after, answer.first_after)
             row.longest_pause = max(row.longest_pause, answer.longest_pause)
-            is_right = answer.error is None and answer.told == right.told
+            is_right = answer.error is None and answer.output == expected.output
             is_excused = answer.error is not None and answer.port in strike.excused
             row.right += is_right
             row.excused += is_excused
             row.failed += answer.error is not None and not is_excused
             if not (is_right or is_excused):
-                problems.append(f"{kind}, {ask.kind}: {answer.error or answer.told}")
-        if not await comes_to_rest(stack):
+                problems.append(f"{kind}, {request.kind}: {answer.error or answer.output}")
+        if not await becomes_idle(stack):
             problems.append(f"{kind}: not at rest")
         row.rests_after = max(row.rests_after, time.monotonic() - over)
         for engine, count in (await by_engine(stack, "kv_transfer_failures_total")).items():
@@ -575,17 +589,21 @@ def split(
         over_tcp: use TCP with a cluster key instead of local sockets.
         waits_for_offers: check that unread blocks expire, which takes a minute.
     """
-    todo = asks(streams, tokens, PROMPT)
+    requests = make_requests(streams, tokens, PROMPT)
     with RunningStack("--data-parallel-size", "1", *flags, timeout=300) as stack:
-        known = asyncio.run(run(stack.url, todo, None, Progress()))
+        baseline = asyncio.run(run(stack.url, requests, None, Progress()))
 
     async def strikes(stack: RunningStack, links: BlockLinks) -> tuple[dict[str, Row], list[str]]:
         between = asyncio.create_task(links.watch())
-        await comes_to_rest(stack)  # it serves before all engines are there
-        rows, problems = await strike_transfers(stack, links, todo, known, plan, stop_seconds)
+        await becomes_idle(stack)  # it serves before all engines are there
+        rows, problems = await strike_transfers(
+            stack, links, requests, baseline, plan, stop_seconds
+        )
         if waits_for_offers:
             await asyncio.sleep(OFFERED_FOR)
-            await run(stack.url, asks(1, 1), None, Progress())  # idle engines do not report stats
+            await run(
+                stack.url, make_requests(1, 1), None, Progress()
+            )  # idle engines do not report stats
             if any((await by_engine(stack, "kv_transfer_offered_bytes")).values()):
                 problems.append("blocks are offered for ever")
         await asyncio.to_thread(stack.stop)
@@ -649,21 +667,21 @@ def main() -> int:
         )  # fmt: skip
         report_strikes(console, rows, problems)
         return 1 if problems else 0
-    todo = asks(options.streams, options.tokens)
+    requests = make_requests(options.streams, options.tokens)
     flags = ["--data-parallel-size", str(NUM_ENGINES), "--api-server-count", "2"]
     with RunningStack(*flags, "--log-level", "error", *options.serve, timeout=300) as stack:
         counted = Progress()
-        began = time.monotonic()
-        calm = asyncio.run(run(stack.url, todo, None, counted))
-        console.print(f"calm: {len(todo)} requests in {time.monotonic() - began:.1f} s")
+        started_at = time.monotonic()
+        baseline = asyncio.run(run(stack.url, requests, None, counted))
+        console.print(f"calm: {len(requests)} requests in {time.monotonic() - started_at:.1f} s")
         if options.minutes:
-            return 0 if endure(stack, todo, calm, options) else 1
+            return 0 if disturb_for_minutes(stack, requests, baseline, options) else 1
         disturber = Disturber(stack, options.stop_seconds, counted.pieces)
         progress = Progress()
-        began = time.monotonic()
-        stormy = asyncio.run(run(stack.url, todo, disturber, progress))
-        console.print(f"storm: {len(todo)} requests in {time.monotonic() - began:.1f} s")
-        same = report(console, todo, calm, stormy, progress)
+        started_at = time.monotonic()
+        disturbed = asyncio.run(run(stack.url, requests, disturber, progress))
+        console.print(f"storm: {len(requests)} requests in {time.monotonic() - started_at:.1f} s")
+        same = report(console, requests, baseline, disturbed, progress)
         stack.stop(timeout=30)
     console.print("everything complete and identical" if same else "[red]not the same[/]")
     return 0 if same else 1

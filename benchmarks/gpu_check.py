@@ -153,12 +153,12 @@ def greedy_tokens(core: EngineCore, count: int, tokens: int) -> list[list[int]]:
         prompt = [(7 * number + 3 * i) % 250 for i in range(3 + 20 * number)]
         sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0, ignore_eos=True)
         core.handle(AddRequest(number, str(number), 0, 0, prompt, sampling))
-    made: list[list[int]] = [[] for _ in range(count)]
+    tokens_of: list[list[int]] = [[] for _ in range(count)]
     while core.has_work:
         for outputs in core.step().outputs.values():
             for output in outputs:
-                made[output.id] += output.token_ids
-    return made
+                tokens_of[output.id] += output.token_ids
+    return tokens_of
 
 
 def agreement(some: list[list[int]], others: list[list[int]]) -> float:
@@ -232,11 +232,11 @@ def copy_bandwidth(device: str, num_bytes: int) -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     synchronize(device)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(COPIES):
         target.copy_(source)
     synchronize(device)
-    return 2 * num_bytes * COPIES / (time.perf_counter() - began)
+    return 2 * num_bytes * COPIES / (time.perf_counter() - started_at)
 
 
 def synchronize(device: str) -> None:
@@ -256,11 +256,11 @@ def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> fl
         core.step()
     for _ in range(5):  # the first ones record
         core.step()
-    steps, began = 0, time.perf_counter()
+    steps, started_at = 0, time.perf_counter()
     while core.stats().running == batch:
         core.step()
         steps += 1
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     while core.has_work:
         core.step()
     return seconds / steps
@@ -300,11 +300,11 @@ def product_rate(device: str, size: int, repeat: int = 10) -> float:
     other = one.clone()
     one @ other
     synchronize(device)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(repeat):
         one @ other
     synchronize(device)
-    return 2.0 * size**3 * repeat / (time.perf_counter() - began)
+    return 2.0 * size**3 * repeat / (time.perf_counter() - started_at)
 
 
 def prefill(setup: Setup) -> dict[str, Any]:
@@ -322,10 +322,10 @@ def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
             ids = [(number + 31 * i) % spec.vocab_size for i in range(length)]
             sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
             core.handle(AddRequest(number + prompts * turn, str(number), 0, 0, ids, sampling))
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         while core.has_work:
             core.step()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
     needed = operations_per_token(spec) * length * prompts / rate
     return {
         "product_tflop_s": rate / 1e12,
@@ -386,9 +386,9 @@ def vllm(setup: Setup) -> dict[str, Any]:
         )
         ids = [[(7 * n + 3 * i) % vocabulary for i in range(prompt)] for n in range(batch)]
         prompts = [{"prompt_token_ids": each} for each in ids]
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         model.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - began
+        return time.perf_counter() - started_at
 
     rows = {}
     for batch in setup.batches:
@@ -497,17 +497,17 @@ def main() -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --device cpu --small runs all parts in miniature")
-    began = time.monotonic()
+    started_at = time.monotonic()
     report: dict[str, Any] = {"machine": machine(options.device)}
     with tempfile.TemporaryDirectory() as directory:
         shape = SMALL if options.small else LLAMA_8B
         (Path(directory) / "config.json").write_text(json.dumps(shape))
         for name in options.parts:
-            left = TOTAL_SECONDS - (time.monotonic() - began)
+            remaining = TOTAL_SECONDS - (time.monotonic() - started_at)
             print(f"{name} ...", file=sys.stderr, flush=True)
-            report[name] = run_part(name, options, Path(directory), min(PARTS[name][1], left))
+            report[name] = run_part(name, options, Path(directory), min(PARTS[name][1], remaining))
             print(json.dumps(report[name]), file=sys.stderr, flush=True)
-    report["machine"]["seconds"] = f"{time.monotonic() - began:.0f}"
+    report["machine"]["seconds"] = f"{time.monotonic() - started_at:.0f}"
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     options.page.write_text(page(report))
     print(page(report))

@@ -60,9 +60,9 @@ def in_turn(kernel: Callable[[], Any], stock: Callable[[], Any], rounds: int) ->
     times: tuple[list[float], list[float]] = [], []
     for _ in range(rounds + 1):
         for function, taken in zip((kernel, stock), times, strict=True):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             function()
-            taken.append(time.perf_counter() - began)
+            taken.append(time.perf_counter() - started_at)
     return tuple(statistics.median(taken[1:]) for taken in times)
 
 
@@ -76,8 +76,8 @@ def compare_products(rounds: int) -> Iterator[Pair]:
     if not has_product_kernel():
         return
     weights = [torch.randn(OUTPUTS, INPUTS).bfloat16() * INPUTS**-0.5 for _ in range(MATRICES)]
-    ours, stock = ([PackedLinear(weight, None) for weight in weights] for _ in range(2))
-    for product, weight in zip(ours, weights, strict=True):
+    kernels, stock = ([PackedLinear(weight, None) for weight in weights] for _ in range(2))
+    for product, weight in zip(kernels, weights, strict=True):
         product.use_kernel(weight, by_rows=True)
         if not product.is_by_rows:
             return
@@ -89,7 +89,9 @@ def compare_products(rounds: int) -> Iterator[Pair]:
     for rows in ROWS:
         x = torch.randn(rows, INPUTS).bfloat16()
         yield Pair(
-            "product", rows, *in_turn(partial(all_of, ours, x), partial(all_of, stock, x), rounds)
+            "product",
+            rows,
+            *in_turn(partial(all_of, kernels, x), partial(all_of, stock, x), rounds),
         )
 
 
@@ -139,15 +141,15 @@ def compare_steps(model: str, rounds: int) -> list[Pair]:
     from benchmarks.engine_bench import command_line, measure
 
     found: dict[str, tuple[list[float], list[float]]] = {}
-    given = [model, "--rows", "1", "16", "--prompt", "64", "--steps", "24", "--prefills", "3"]
+    arguments = [model, "--rows", "1", "16", "--prompt", "64", "--steps", "24", "--prefills", "3"]
     for _ in range(rounds):
         for which, flags in enumerate(([], ["--enforce-eager"])):
-            options = command_line().parse_args([*given, *flags])
+            options = command_line().parse_args([*arguments, *flags])
             for name, parts in measure(options).items():
                 found.setdefault(name, ([], []))[which].append(parts["all"]["step"])
     return [
-        Pair(name, int(name.split()[1]), statistics.median(ours), statistics.median(stock))
-        for name, (ours, stock) in found.items()
+        Pair(name, int(name.split()[1]), statistics.median(kernel), statistics.median(stock))
+        for name, (kernel, stock) in found.items()
     ]
 
 

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> Rounds:
 
 def table(measured: Rounds, baseline: str) -> Table:
     """Return medians over the rounds, and gains over the baseline of the same round."""
-    made = Table("load", "policy", "tok/s", f"against {baseline}", "TTFT", "TPOT")
+    result = Table("load", "policy", "tok/s", f"against {baseline}", "TTFT", "TPOT")
     for (load, policy), rounds in sorted(measured.items()):
         rates, first, each = (
             [found[what] for found in rounds]
@@ -88,11 +88,11 @@ def table(measured: Rounds, baseline: str) -> Table:
         )
         others = [found["output_throughput"] for found in measured.get((load, baseline), rounds)]
         gain = median(one / other - 1 for one, other in zip(rates, others, strict=True))
-        made.add_row(
+        result.add_row(
             load, policy, f"{median(rates):.0f}", f"{100 * gain:+.1f} %",
             f"{median(first):.0f} ms", f"{median(each):.1f} ms",
         )  # fmt: skip
-    return made
+    return result
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ def swell(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) ->
 
     with LLM(model, max_model_len=1024) as llm:
         llm.generate(prompts[:2], max_tokens=2, temperature=0, ignore_eos=True)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         answers = llm.generate(prompts, max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started_at
     return seconds, sum(each.usage.completion_tokens if each.usage else 0 for each in answers)
 
 
@@ -34,19 +34,19 @@ def transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     count, longest = 0, max(map(len, prompts))
-    begun = time.monotonic()
+    started_at = time.monotonic()
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
         ids = torch.tensor([[0] * (longest - len(each)) + each for each in part])
         mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in part])
-        found = made.generate(
+        found = loaded.generate(
             ids, attention_mask=mask, do_sample=False, pad_token_id=0,
             max_new_tokens=max_tokens, min_new_tokens=max_tokens,
         )  # fmt: skip
         count += (found.shape[1] - longest) * len(part)
-    return time.monotonic() - begun, count
+    return time.monotonic() - started_at, count
 
 
 def vllm(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) -> tuple[float, int]:
@@ -55,11 +55,11 @@ def vllm(model: str, prompts: list[list[int]], max_tokens: int, _batch: int) -> 
 
     llm: Any = LLM(model, max_model_len=1024, enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    asked = [{"prompt_token_ids": each} for each in prompts]
-    llm.generate(asked[:2], params)
-    begun = time.monotonic()
-    answers = llm.generate(asked, params)
-    seconds = time.monotonic() - begun
+    inputs = [{"prompt_token_ids": each} for each in prompts]
+    llm.generate(inputs[:2], params)
+    started_at = time.monotonic()
+    answers = llm.generate(inputs, params)
+    seconds = time.monotonic() - started_at
     return seconds, sum(len(each.outputs[0].token_ids) for each in answers)
 
 

@@ -132,13 +132,13 @@ class Trainer:
         logits = self._model(
             ids, attention_mask=mask, position_ids=positions, logits_to_keep=TOKENS + 1
         ).logits[:, :-1]
-        own = logits.log_softmax(-1).gather(2, ids[:, -TOKENS:, None])[..., 0]
+        logprobs = logits.log_softmax(-1).gather(2, ids[:, -TOKENS:, None])[..., 0]
         self._optimizer.zero_grad()
-        (-(gains * own).sum(1).mean()).backward()
+        (-(gains * logprobs).sum(1).mean()).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         served = torch.tensor([each.logprobs for each in samples])
-        return float((served - own.detach()).abs().mean())
+        return float((served - logprobs.detach()).abs().mean())
 
 
 def gains_of(rewards: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
     with WeightSender(url, KEY) as sender, ThreadPoolExecutor(len(PROMPTS)) as clients:
         expected = ""
         for step in range(steps + 1):
-            began = time.monotonic()
+            started_at = time.monotonic()
             seeds = range(step * len(PROMPTS), (step + 1) * len(PROMPTS))
             drawn = clients.map(sample, [url] * len(PROMPTS), PROMPTS, seeds)
             samples = [each for answer in drawn for each in answer]
@@ -174,7 +174,7 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
             sender.send(trainer.checkpoint(), expected)
             yield Step(
                 step, version or "(checkpoint)", float(rewards.mean()), error,
-                sampled - began, learnt - sampled, time.monotonic() - learnt,
+                sampled - started_at, learnt - sampled, time.monotonic() - learnt,
             )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from engine.shared.messages import (
     ClusterView,
     EngineEntry,
     EngineStats,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvSource,
     RequestOutput,
     RouteHello,
@@ -69,7 +69,7 @@ _GRACE = 5.0
 VIEW_INTERVAL = 0.1
 """Seconds between the coordinator's snapshots."""
 
-FOLLOW_INTERVAL = 0.1
+BLOCK_QUERY_INTERVAL = 0.1
 """Seconds between a front end's requests for an engine's block changes."""
 
 INDEX_BLOCKS = 2_000_000
@@ -281,7 +281,7 @@ class FrontEnd:
         self._members.take_view(view, 0.0)
         for engine in view.engines:
             hello = RouteHello(engine.rank, engine.incarnation, 1)
-            self._members.heard(b"%d" % engine.rank, hello, 0.0)
+            self._members.hello_received(b"%d" % engine.rank, hello, 0.0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """Record an engine's stats."""
@@ -289,12 +289,12 @@ class FrontEnd:
         if route is not None:
             self._loads.observe(route, stats, now)
 
-    def questions(self, now: float) -> list[tuple[int, KvBlocksWanted]]:
+    def questions(self, now: float) -> list[tuple[int, KvBlocksQuery]]:
         """Return the requests for block changes to send, with the engines' ranks."""
         if self.blocks is None:
             return []
         routes = self._members.routes.values()
-        return [(int(to), question) for to, question in self.blocks.follow(routes, now)]
+        return [(int(to), question) for to, question in self.blocks.queries_due(routes, now)]
 
     def begin(self, request: RoutedRequest, now: float) -> Send:
         """Choose an engine for a new request; return the message to send."""
@@ -358,7 +358,7 @@ class _Engine:
         )
         for index in range(front_ends):
             self.core.front_end_joined(index, index + 1)
-        self.inbox: list[AddRequest | KvBlocksWanted | PrerequisitesSettled] = []
+        self.inbox: list[AddRequest | KvBlocksQuery | PrerequisitesSettled] = []
         self.stepping = False
         self.stats: EngineStats | None = None
 
@@ -436,13 +436,13 @@ class Simulation:
             FrontEnd(
                 index,
                 policy(index),
-                LoadTable(table, place),
+                LoadTable(table, index_on_node),
                 view,
                 BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
                 Split(split_length, policy(index)) if prefill_engines else None,
             )
             for index in range(front_ends)
-            for node, place in [divmod(index, per_node)]
+            for node, index_on_node in [divmod(index, per_node)]
             for table in [directory / f"loads-{node}"]
         ]
         self._specs: list[Spec] = []
@@ -459,9 +459,9 @@ class Simulation:
         """Serve all requests, including follow-ups."""
         self._expect(specs)
         self._at(VIEW_INTERVAL, self._publish)
-        for place, front_end in enumerate(self._front_ends):
+        for index, front_end in enumerate(self._front_ends):
             if front_end.blocks is not None:
-                first = FOLLOW_INTERVAL * place / len(self._front_ends)
+                first = BLOCK_QUERY_INTERVAL * index / len(self._front_ends)
                 self._at(first, partial(self._follow, front_end))
         while self._num_open:
             self._now, _, event = heapq.heappop(self._events)
@@ -482,7 +482,7 @@ class Simulation:
     def _follow(self, front_end: FrontEnd, now: float) -> None:
         for rank, question in front_end.questions(now):
             self._at(now + HOP, partial(self._receive, rank, question))
-        self._at(now + FOLLOW_INTERVAL, partial(self._follow, front_end))
+        self._at(now + BLOCK_QUERY_INTERVAL, partial(self._follow, front_end))
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
         self._num_events += 1
@@ -514,7 +514,7 @@ class Simulation:
         self._after(HOP, partial(self._receive, send.rank, send.message))
 
     def _receive(
-        self, rank: int, message: AddRequest | KvBlocksWanted | PrerequisitesSettled, now: float
+        self, rank: int, message: AddRequest | KvBlocksQuery | PrerequisitesSettled, now: float
     ) -> None:
         engine = self._engines[rank]
         engine.inbox.append(message)

@@ -160,22 +160,22 @@ class RunningStack:
         """
         processes = list(self.processes().values())
         waited_for = [each for each in processes if _parent(each) == self.process.pid]
-        began = time.monotonic()
+        started_at = time.monotonic()
         self.process.terminate()
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             raise StackFailed(f"still running {timeout} s after SIGTERM:\n{self.output}") from None
-        took = time.monotonic() - began
+        seconds = time.monotonic() - started_at
         # The supervisor waits for its children; their children exit by themselves if those were
         # killed.
-        left = [each for each in waited_for if each.is_running()]
-        left += psutil.wait_procs(processes, timeout=_ORPHANS_END_WITHIN)[1]
-        if left:
-            raise StackFailed(f"left behind: {left}\n{self.output}")
+        remaining = [each for each in waited_for if each.is_running()]
+        remaining += psutil.wait_procs(processes, timeout=_ORPHANS_END_WITHIN)[1]
+        if remaining:
+            raise StackFailed(f"left behind: {remaining}\n{self.output}")
         self._close()
-        return took
+        return seconds
 
     def kill(self) -> None:
         """Kill the supervisor; its children exit by themselves."""

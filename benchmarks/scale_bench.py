@@ -193,7 +193,7 @@ def _play(address: str, number: int, rate: float, connection: Connection) -> Non
 
 
 @dataclass
-class _Heard:
+class _Received:
     """Counts of what a front end has received."""
 
     engines: int = 0
@@ -222,7 +222,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
     addresses = FrontEndAddresses(bound_address(requests, ""), bound_address(outputs, ""))
     link = ClusterLink(_identity(0, incarnation, addresses), address, HEARTBEAT, transport)
     await link.join()
-    heard = _Heard()
+    received = _Received()
     metrics = FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0")))
     client = EngineClient(
         front_end=0,
@@ -236,7 +236,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
         outputs=outputs,
     )  # fmt: skip
     link.subscribe(client.view_changed)
-    _count(link, heard)
+    _count(link, received)
     link.ready()
     loop = asyncio.get_running_loop()
     while True:
@@ -244,29 +244,29 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
         if command == "stop":
             return
         view = client.view
-        heard.engines = 0 if view is None else sum(each.ready for each in view.engines)
+        received.engines = 0 if view is None else sum(each.ready for each in view.engines)
         ages = client.stats_age.values()
-        heard.stats_age = max(ages, default=0.0)
+        received.stats_age = max(ages, default=0.0)
         if command == "metrics":
-            for rank in range(heard.engines):
+            for rank in range(received.engines):
                 for series in metrics._sequences.of_engine(rank).histograms.values():
                     series.observe(1.0)
             begun = time.process_time()
             text = metrics.render(client)
-            heard.metrics_seconds = time.process_time() - begun
-            heard.metrics_bytes = len(text)
-            heard.metrics_series = sum(not line.startswith(b"#") for line in text.splitlines())
-        connection.send(heard)
+            received.metrics_seconds = time.process_time() - begun
+            received.metrics_bytes = len(text)
+            received.metrics_series = sum(not line.startswith(b"#") for line in text.splitlines())
+        connection.send(received)
 
 
-def _count(link: ClusterLink, heard: _Heard) -> None:
+def _count(link: ClusterLink, received: _Received) -> None:
     """Count what a link receives."""
     inbox: Any = link._views
     decode = inbox.decode
 
     def counted(frame: bytes) -> Any:
-        heard.views += 1
-        heard.view_bytes += len(frame)
+        received.views += 1
+        received.view_bytes += len(frame)
         return decode(frame)
 
     inbox.decode = counted
@@ -319,12 +319,12 @@ class _Parts:
         spawn = multiprocessing.get_context("spawn")
 
         def start(target: Callable[..., None], *arguments: object) -> tuple[Connection, int]:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+            local, remote = spawn.Pipe()
+            process = spawn.Process(target=target, args=(*arguments, remote), daemon=True)
             process.start()
             self._processes.append(process)  # type: ignore[arg-type]
             assert process.pid is not None
-            return ours, process.pid
+            return local, process.pid
 
         self._front, self.front_pid = start(_listen, self._address, directory)
         self._rest, _ = start(_others, self._address, front, front_ends)
@@ -344,11 +344,11 @@ class _Parts:
         self.coordinator.wait()
         self.coordinator = self._coordinator()
 
-    def heard(self, command: str = "heard") -> _Heard:
+    def received(self, command: str = "heard") -> _Received:
         """Return the counts of the real front end."""
         self._front.send(command)
-        heard: _Heard = self._front.recv()
-        return heard
+        received: _Received = self._front.recv()
+        return received
 
     def sent(self, command: str = "sent") -> int:
         """Return the number of stats sent by all engines so far."""
@@ -359,9 +359,11 @@ class _Parts:
     def wait_for(self, engines: int, within: float = 300.0) -> float:
         """Wait until the front end's view has all engines; return the seconds it took."""
         begun = time.monotonic()
-        while self.heard().engines < engines:
+        while self.received().engines < engines:
             if time.monotonic() - begun > within:
-                raise TimeoutError(f"{self.heard().engines} of {engines} engines after {within} s")
+                raise TimeoutError(
+                    f"{self.received().engines} of {engines} engines after {within} s"
+                )
             time.sleep(0.1)
         return time.monotonic() - begun
 
@@ -386,16 +388,16 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
             joined = parts.wait_for(engines)
             parts.sent("work")
             time.sleep(_WARM_UP)
-            heard, sent, begun = parts.heard(), parts.sent(), time.monotonic()
+            received, sent, begun = parts.received(), parts.sent(), time.monotonic()
             measured = (parts.coordinator.pid, parts.front_pid, parts.fleet_pid)
             times = [*map(_processor_time, measured)]
             time.sleep(seconds)
-            after, span = parts.heard(), time.monotonic() - begun
+            after, span = parts.received(), time.monotonic() - begun
             coordinator, front, fleet = (
                 (_processor_time(pid) - before) / span
                 for pid, before in zip(measured, times, strict=True)
             )
-            views = after.views - heard.views
+            views = after.views - received.views
             result: dict[str, object] = {
                 "engines": engines,
                 "front_ends": front_ends,
@@ -405,7 +407,7 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
                 "simulating_cores": round(fleet, 3),
                 "views_per_s": round(views / span, 1),
                 "kB_per_view": round(
-                    (after.view_bytes - heard.view_bytes) / max(1, views) / 1e3, 1
+                    (after.view_bytes - received.view_bytes) / max(1, views) / 1e3, 1
                 ),
                 "oldest_stats_s": round(after.stats_age, 2),
                 "joined_s": round(joined, 1),
@@ -413,7 +415,7 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
             parts.restart_coordinator()
             time.sleep(2 * HEARTBEAT)
             result["joined_again_s"] = round(2 * HEARTBEAT + parts.wait_for(engines), 1)
-            shown = parts.heard("metrics")
+            shown = parts.received("metrics")
             result["metrics_MB"] = round(shown.metrics_bytes / 1e6, 2)
             result["metrics_series"] = shown.metrics_series
             result["metrics_cpu_s"] = round(shown.metrics_seconds, 2)
@@ -430,8 +432,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=30.0, help="stats of each engine a second")
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     for engines in args.engines:
         found = measure(engines, args.front_ends, args.rate, args.seconds)
         print(json.dumps(found), flush=True)

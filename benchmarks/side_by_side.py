@@ -219,8 +219,8 @@ def visit(
             results.starts.append(
                 Start(side, model.name, engines, number, server.ready_after, memory)
             )
-        for left in psutil.wait_procs(processes, timeout=10)[1]:
-            left.kill()
+        for process in psutil.wait_procs(processes, timeout=10)[1]:
+            process.kill()
     except StackFailed as error:
         if not options.keep_going:
             raise

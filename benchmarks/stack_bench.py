@@ -39,10 +39,10 @@ def memory_table(stack: RunningStack, title: str) -> Table:
 
 def idle_cpu(stack: RunningStack) -> float:
     """Return the CPU use of the idle stack in cores, over all processes."""
-    before, began = stack.cpu_seconds(), time.monotonic()
+    before, started_at = stack.cpu_seconds(), time.monotonic()
     for _ in track(range(IDLE_SECONDS), description="idle"):
         time.sleep(1)
-    return (stack.cpu_seconds() - before) / (time.monotonic() - began)
+    return (stack.cpu_seconds() - before) / (time.monotonic() - started_at)
 
 
 def measure(url: str, options: argparse.Namespace, seed: int, *traffic: str) -> dict[str, Any]:

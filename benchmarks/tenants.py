@@ -100,23 +100,23 @@ async def send(url: str, key: str, body: dict[str, Any], seconds: float) -> Reco
     return await complete(client, "/v1/completions", payload, stream=True, give_up_after=seconds)
 
 
-async def polite(url: str, tenant: str, phase: Phase, rate: float, until: float) -> None:
+async def polite(url: str, tenant: str, phase: Phase, rate: float, deadline: float) -> None:
     """Send requests at random times, without waiting for answers."""
-    rng = random.Random(f"{tenant} {until}")
+    rng = random.Random(f"{tenant} {deadline}")
     results = phase.results.setdefault(tenant, [])
     sent: list[asyncio.Task[Record]] = []
-    while (pause := rng.expovariate(rate)) + time.monotonic() < until:
+    while (pause := rng.expovariate(rate)) + time.monotonic() < deadline:
         await asyncio.sleep(pause)
         sent.append(asyncio.create_task(send(url, tenant, polite_body(rng), 60)))
     results += await asyncio.gather(*sent)
 
 
-async def hostile(url: str, phase: Phase, number: int, pause: float, until: float) -> None:
+async def hostile(url: str, phase: Phase, number: int, pause: float, deadline: float) -> None:
     """Send requests as fast as accepted, retrying after refusals."""
-    rng = random.Random(f"{number} {until}")
+    rng = random.Random(f"{number} {deadline}")
     results = phase.results.setdefault(HOSTILE, [])
-    while (left := until - time.monotonic()) > 0:
-        result = await send(url, HOSTILE, hostile_body(rng), left)
+    while (remaining := deadline - time.monotonic()) > 0:
+        result = await send(url, HOSTILE, hostile_body(rng), remaining)
         if result.status == 429:
             phase.refused[HOSTILE] += 1
             await asyncio.sleep(pause)
@@ -126,11 +126,11 @@ async def hostile(url: str, phase: Phase, number: int, pause: float, until: floa
 
 async def run_phase(url: str, options: argparse.Namespace, phase: Phase, *, floods: int) -> None:
     """Let the tenants send for some seconds."""
-    until = time.monotonic() + options.seconds
-    crowd = [hostile(url, phase, n, options.pause, until) for n in range(floods)]
+    deadline = time.monotonic() + options.seconds
+    crowd = [hostile(url, phase, n, options.pause, deadline) for n in range(floods)]
     await asyncio.gather(
         *crowd,
-        *(polite(url, tenant, phase, options.rate, until) for tenant in tenants()),
+        *(polite(url, tenant, phase, options.rate, deadline) for tenant in tenants()),
     )
 
 

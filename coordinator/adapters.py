@@ -6,8 +6,8 @@ accepting requests for the adapter; once none of them has such a request in flig
 An adapter that replaces one of the same name is a separate entry: requests already running finish
 with the old one.
 
-The decided state is one versioned sheet, which engines and front ends keep. A restarted coordinator
-has no sheet and continues from the newest one that registering members bring.
+The decided state is one versioned table, which engines and front ends keep. A restarted coordinator
+has no table and continues from the newest one that registering members bring.
 """
 
 from collections.abc import Collection
@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from engine.shared.messages import (
     ASLEEP_TAGS,
     AdapterEntry,
+    AdapterLoadResult,
     AdapterOutcome,
-    AdapterSheet,
+    AdapterRequest,
     AdaptersInUse,
     AdaptersView,
-    AdapterWish,
+    AdapterTable,
     FleetOrder,
-    FleetWish,
-    HeldAdapter,
+    FleetRequest,
 )
 
 MAX_ENTRIES = 1024
@@ -36,12 +36,12 @@ Process = tuple[int, int]
 
 
 class AdapterRegistry:
-    """The adapter sheet of one cluster, and how far engines and front ends have applied it."""
+    """The adapter table of one cluster, and how far engines and front ends have applied it."""
 
     def __init__(self) -> None:
-        self.sheet: AdapterSheet | None = None
+        self.table: AdapterTable | None = None
         """None until a member brings one: engines have no adapters, or none has registered."""
-        self._held: dict[Process, dict[int, HeldAdapter]] = {}
+        self._held: dict[Process, dict[int, AdapterLoadResult]] = {}
         self._known: dict[Process, AdaptersInUse] = {}
         """Last report of each front end."""
         self._left_at: dict[int, int] = {}
@@ -56,18 +56,18 @@ class AdapterRegistry:
 
     # -- reports of members ----------------------------------------------------------------------
 
-    def brought(self, sheet: AdapterSheet | None) -> bool:
-        """Adopt a registering member's sheet if it is newer; return whether it was."""
-        if sheet is None or (self.sheet is not None and sheet.revision <= self.sheet.revision):
+    def adopt_newer(self, table: AdapterTable | None) -> bool:
+        """Adopt a registering member's table if it is newer; return whether it was."""
+        if table is None or (self.table is not None and table.revision <= self.table.revision):
             return False
-        self.sheet = sheet
-        for entry in sheet.entries:
+        self.table = table
+        for entry in table.entries:
             self._last_serial = max(self._last_serial, entry.serial)
             if entry.state == "leaving":
-                self._left_at.setdefault(entry.serial, sheet.revision)
+                self._left_at.setdefault(entry.serial, table.revision)
         return True
 
-    def engine_has(self, engine: Process, held: Collection[HeldAdapter]) -> None:
+    def engine_has(self, engine: Process, held: Collection[AdapterLoadResult]) -> None:
         """Record an engine's report of its adapters' states."""
         self._held[engine] = {each.serial: each for each in held}
 
@@ -84,42 +84,46 @@ class AdapterRegistry:
         """Record the revision that a front end knows and the versions it has requests for."""
         self._known[front_end] = message
 
-    def wished(self, wish: AdapterWish) -> None:
+    def handle_request(self, request: AdapterRequest) -> None:
         """Handle a load or unload request. Idempotent: senders repeat it until it is answered."""
-        if self.sheet is None or wish.ticket in self._outcomes or wish.ticket in self._awaited:
+        if (
+            self.table is None
+            or request.ticket in self._outcomes
+            or request.ticket in self._awaited
+        ):
             return
-        if wish.path is None:
-            states = {entry.state for entry in self.sheet.entries if entry.name == wish.name}
+        if request.path is None:
+            states = {entry.state for entry in self.table.entries if entry.name == request.name}
             if "serving" in states:
-                self._awaited[wish.ticket] = self.sheet.revision + 1
-                self._leave({self.sheet.serving[wish.name].serial})
+                self._awaited[request.ticket] = self.table.revision + 1
+                self._leave({self.table.serving[request.name].serial})
             elif "leaving" in states:
-                self._awaited[wish.ticket] = self.sheet.revision
+                self._awaited[request.ticket] = self.table.revision
             else:
-                self._answer(wish.ticket, 404, f"The adapter {wish.name!r} cannot be found.")
+                self._answer(request.ticket, 404, f"The adapter {request.name!r} cannot be found.")
         else:
-            self._load(self.sheet, wish, wish.path)
+            self._load(self.table, request, request.path)
 
-    def _load(self, sheet: AdapterSheet, wish: AdapterWish, path: str) -> None:
-        for entry in sheet.entries:
-            if entry.ticket == wish.ticket:
+    def _load(self, table: AdapterTable, request: AdapterRequest, path: str) -> None:
+        for entry in table.entries:
+            if entry.ticket == request.ticket:
                 if entry.state != "loading":
-                    self._awaited[wish.ticket] = sheet.revision
+                    self._awaited[request.ticket] = table.revision
                 return
-        name, serving = wish.name, sheet.serving
-        if any(entry.name == name and entry.state == "loading" for entry in sheet.entries):
-            self._answer(wish.ticket, 400, f"The adapter {name!r} is being loaded already.")
-        elif name in serving and not wish.in_place:
+        name, serving = request.name, table.serving
+        if any(entry.name == name and entry.state == "loading" for entry in table.entries):
+            self._answer(request.ticket, 400, f"The adapter {name!r} is being loaded already.")
+        elif name in serving and not request.in_place:
             text = f"The adapter {name!r} has already been loaded; load_inplace replaces it."
-            self._answer(wish.ticket, 400, text)
-        elif len(sheet.entries) >= MAX_ENTRIES:
-            self._answer(wish.ticket, 400, f"There are {MAX_ENTRIES} adapters already.")
+            self._answer(request.ticket, 400, text)
+        elif len(table.entries) >= MAX_ENTRIES:
+            self._answer(request.ticket, 400, f"There are {MAX_ENTRIES} adapters already.")
         elif not self._engines:
-            self._answer(wish.ticket, 503, "No engine can load an adapter now; try again.")
+            self._answer(request.ticket, 503, "No engine can load an adapter now; try again.")
         else:
-            self._last_serial = 1 + max(self._last_serial, sheet.revision)
-            entry = AdapterEntry(self._last_serial, name, path, ticket=wish.ticket)
-            self._change([*sheet.entries, entry])
+            self._last_serial = 1 + max(self._last_serial, table.revision)
+            entry = AdapterEntry(self._last_serial, name, path, ticket=request.ticket)
+            self._change([*table.entries, entry])
 
     # -- progress --------------------------------------------------------------------------------
 
@@ -132,34 +136,34 @@ class AdapterRegistry:
         """
         self._engines, self._front_ends = frozenset(engines), frozenset(front_ends)
         self._known = {each: self._known[each] for each in front_ends if each in self._known}
-        if self.sheet is None:
+        if self.table is None:
             return False
-        before = self.sheet, len(self._outcomes), len(self._awaited)
-        for entry in self.sheet.entries:
+        before = self.table, len(self._outcomes), len(self._awaited)
+        for entry in self.table.entries:
             if entry.state == "loading" and self._engines:
-                self._look_at(entry)
+                self._check_loading(entry)
         known = [self._known.get(front_end) for front_end in self._front_ends]
         # Engines drop entries that no front end has requests for.
-        gone = set()
-        for entry in self.sheet.entries:
+        removed = set()
+        for entry in self.table.entries:
             since = self._left_at.get(entry.serial, 0)
             if entry.state == "leaving" and not any(
                 each is None or each.revision < since or entry.version in each.versions
                 for each in known
             ):
-                gone.add(entry.serial)
-        if gone:
-            self._change([entry for entry in self.sheet.entries if entry.serial not in gone])
-            for serial in gone:
+                removed.add(entry.serial)
+        if removed:
+            self._change([entry for entry in self.table.entries if entry.serial not in removed])
+            for serial in removed:
                 self._left_at.pop(serial, None)
         settled = min((-1 if each is None else each.revision for each in known), default=None)
         for ticket, revision in list(self._awaited.items()):
             if settled is None or settled >= revision:
                 del self._awaited[ticket]
                 self._answer(ticket, 200, "")
-        return (self.sheet, len(self._outcomes), len(self._awaited)) != before
+        return (self.table, len(self._outcomes), len(self._awaited)) != before
 
-    def _look_at(self, entry: AdapterEntry) -> None:
+    def _check_loading(self, entry: AdapterEntry) -> None:
         """Start serving an entry that all engines have loaded; drop one that any cannot load."""
         found = {engine: self._held.get(engine, {}).get(entry.serial) for engine in self._engines}
         for (rank, _), held in sorted(found.items()):
@@ -170,29 +174,29 @@ class AdapterRegistry:
         if len(versions) > 1:
             self._drop(entry, "engines read different files there")
         elif None not in found.values():
-            assert self.sheet is not None
-            before = self.sheet.serving.get(entry.name)
+            assert self.table is not None
+            before = self.table.serving.get(entry.name)
             if before is not None:
                 self._leave({before.serial})
             serving = replace(entry, version=versions.pop(), state="serving")
-            self._change([serving if e.serial == entry.serial else e for e in self.sheet.entries])
+            self._change([serving if e.serial == entry.serial else e for e in self.table.entries])
             if entry.ticket:
-                self._awaited[entry.ticket] = self.sheet.revision
+                self._awaited[entry.ticket] = self.table.revision
 
     def _drop(self, entry: AdapterEntry, reason: str) -> None:
-        assert self.sheet is not None
-        self._change([each for each in self.sheet.entries if each.serial != entry.serial])
+        assert self.table is not None
+        self._change([each for each in self.table.entries if each.serial != entry.serial])
         self._answer(entry.ticket, 400, f"The adapter cannot be loaded: {reason}.")
 
     def _leave(self, serials: set[int]) -> None:
-        assert self.sheet is not None
-        entries = self.sheet.entries
+        assert self.table is not None
+        entries = self.table.entries
         self._change([replace(e, state="leaving") if e.serial in serials else e for e in entries])
-        self._left_at.update(dict.fromkeys(serials, self.sheet.revision))
+        self._left_at.update(dict.fromkeys(serials, self.table.revision))
 
     def _change(self, entries: list[AdapterEntry]) -> None:
-        assert self.sheet is not None
-        self.sheet = AdapterSheet(self.sheet.revision + 1, entries)
+        assert self.table is not None
+        self.table = AdapterTable(self.table.revision + 1, entries)
 
     def _answer(self, ticket: int, status: int, reason: str) -> None:
         if ticket:
@@ -202,10 +206,10 @@ class AdapterRegistry:
 
     @property
     def view(self) -> AdaptersView | None:
-        """What is published to front ends; None before any sheet is known."""
-        if self.sheet is None:
+        """What is published to front ends; None before any table is known."""
+        if self.table is None:
             return None
-        return AdaptersView(self.sheet, list(self._outcomes.values()))
+        return AdaptersView(self.table, list(self._outcomes.values()))
 
 
 _MAX_TICKETS = 16
@@ -218,37 +222,37 @@ class FleetOrders:
     def __init__(self) -> None:
         self.order = FleetOrder(0)
 
-    def brought(self, order: FleetOrder | None) -> bool:
+    def adopt_newer(self, order: FleetOrder | None) -> bool:
         """Adopt a registering member's order if it is newer; return whether it was."""
         if order is None or order.revision <= self.order.revision:
             return False
         self.order = order
         return True
 
-    def wished(self, wish: FleetWish) -> bool:
+    def handle_request(self, request: FleetRequest) -> bool:
         """Apply an operator's request; return False if its ticket was already handled."""
         before = self.order
-        if wish.ticket in before.tickets:
+        if request.ticket in before.tickets:
             return False
         revision = before.revision + 1
-        tickets = [*before.tickets, wish.ticket][-_MAX_TICKETS:]
+        tickets = [*before.tickets, request.ticket][-_MAX_TICKETS:]
         after = replace(before, revision=revision, tickets=tickets)
-        match wish.action:
+        match request.action:
             case "pause":
-                after = replace(after, pause=wish.mode, pause_revision=revision)
+                after = replace(after, pause=request.mode, pause_revision=revision)
             case "resume":
                 after = replace(after, pause=None, pause_revision=revision)
             case "sleep":
-                mode = "keep" if wish.mode == "wait" else wish.mode
+                mode = "keep" if request.mode == "wait" else request.mode
                 after = replace(
                     after,
-                    sleep_level=wish.level,
+                    sleep_level=request.level,
                     sleep_mode=mode,
                     woken=[],
                     sleep_revision=revision,
                 )
             case "wake_up":
-                woken = sorted({*before.woken, *(wish.tags or ASLEEP_TAGS)})
+                woken = sorted({*before.woken, *(request.tags or ASLEEP_TAGS)})
                 is_over = not before.sleep_level or set(woken) >= set(ASLEEP_TAGS)
                 after = replace(
                     after,
@@ -257,6 +261,6 @@ class FleetOrders:
                     sleep_revision=revision,
                 )
             case "weights":
-                after = replace(after, weights=wish.weights)
+                after = replace(after, weights=request.weights)
         self.order = after
         return True

@@ -37,18 +37,18 @@ def refused_by_settings(hello: Hello, engines: Mapping[int, Mapping[str, str]]) 
     size = hello.group_config.get(SIZE_KEY, "1")
     if not size.isdecimal():
         return Refused(f"{SIZE_KEY} is {size!r}: it must be a number", field=SIZE_KEY)
-    for rank, theirs in engines.items():
+    for rank, engine_config in engines.items():
         if hello.kind == "front_end":
-            field = differing_model(hello.group_config, theirs)
+            field = differing_model(hello.group_config, engine_config)
             duty = "front ends have to serve the model that the engines do"
         else:
             # A group can grow and shrink, so its initial size need not agree.
-            names = stated_in(theirs, hello.protocol).keys() - {SIZE_KEY}
-            field = _differing(hello.group_config, theirs, tuple(sorted(names)))
+            names = stated_in(engine_config, hello.protocol).keys() - {SIZE_KEY}
+            field = _differing(hello.group_config, engine_config, tuple(sorted(names)))
             duty = "all engines of a cluster must agree"
         if field is not None:
             return Refused(
-                f"{field} is {hello.group_config.get(field)!r} here but {theirs[field]!r} "
+                f"{field} is {hello.group_config.get(field)!r} here but {engine_config[field]!r} "
                 f"on engine {rank}: {duty}",
                 field=field,
             )
@@ -61,9 +61,9 @@ def differing_model(front_end: Mapping[str, str], engine: Mapping[str, str]) -> 
 
 
 def _differing(
-    ours: Mapping[str, str], theirs: Mapping[str, str], names: tuple[str, ...]
+    config: Mapping[str, str], other: Mapping[str, str], names: tuple[str, ...]
 ) -> str | None:
-    return next((name for name in names if ours.get(name) != theirs[name]), None)
+    return next((name for name in names if config.get(name) != other[name]), None)
 
 
 def refused_by_weights(
@@ -78,13 +78,13 @@ def refused_by_weights(
     """
     if ordered is not None and ordered.model == PUSHED:
         return None
-    for peer, theirs in others.items():
+    for peer, peer_setup in others.items():
         if setup is None or peer == rank:
             continue
-        if theirs.model_fingerprint != setup.model_fingerprint:
+        if peer_setup.model_fingerprint != setup.model_fingerprint:
             return Refused(
                 f"the weights of this engine ({setup.model_fingerprint}) are not those "
-                f"of engine {peer} ({theirs.model_fingerprint})",
+                f"of engine {peer} ({peer_setup.model_fingerprint})",
                 field="model_fingerprint",
             )
     return None

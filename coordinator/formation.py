@@ -17,7 +17,7 @@ from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 REPEAT_INTERVAL = 0.1
 """Seconds between publications of a plan that some member is not known to follow."""
 
-NEWS_DELAY = 0.05
+REPLAN_DELAY = 0.05
 """Seconds from members leaving their group to a new plan: enough for a supervisor to report the
 death that caused it."""
 
@@ -119,15 +119,15 @@ class GroupFormation:
     def _members(self) -> Iterable[GroupMember]:
         return self.plan.members if self.plan is not None else ()
 
-    def _breach(self, now: float) -> Literal["gone", "left"] | None:
-        """Return "gone" if a member of the plan is not registered, "left" if one has left."""
+    def _breach(self, now: float) -> Literal["unregistered", "left"] | None:
+        """Return "unregistered" if the plan has such a member, "left" if a member has left."""
         breach: Literal["left"] | None = None
         for member in self._members():
             if member.rank in self._unseen and now < self._unseen_until:
                 continue
             engine = self._engines.get(member.rank)
             if engine is None or engine.incarnation != member.incarnation:
-                return "gone"
+                return "unregistered"
             group_status = engine.group_status
             if (
                 group_status is not None
@@ -163,8 +163,8 @@ class GroupFormation:
         is_early = bool(self._unseen) and now < self._unseen_until
         if not ranks or is_early or (waits and not ranks >= self._expected):
             return NEVER
-        news_at = now if self._left_at is None else self._left_at + NEWS_DELAY
-        earliest = max(news_at, self._plan_at)
+        replan_at = now if self._left_at is None else self._left_at + REPLAN_DELAY
+        earliest = max(replan_at, self._plan_at)
         if now < earliest:
             return earliest
         self._topology += 1

@@ -22,11 +22,11 @@ from coordinator.events import (
 )
 from coordinator.state import CoordinatorParameters, CoordinatorState
 from engine.shared.messages import (
+    AdapterRequest,
     AdaptersInUse,
-    AdapterWish,
     ClusterView,
     Draining,
-    FleetWish,
+    FleetRequest,
     Goodbye,
     Heartbeat,
     Hello,
@@ -68,14 +68,14 @@ class EngineGroups:
         self._parameters = parameters
         self._expected = expected
         self._groups = {"": self._state("", parameters.epoch)}
-        self._made = 1
-        self._began_at: float | None = None
+        self._num_created = 1
+        self._started_at: float | None = None
         self.descriptors: Descriptors | None = None
         """Open file descriptors of this process and their limit, as last counted."""
         self.process: ProcessEntry | None = None
         """This process's entry in published views."""
 
-    def expect_again(self) -> None:
+    def reload_expected(self) -> None:
         """Reread the expected number of engines of each group.
 
         Raises:
@@ -92,8 +92,8 @@ class EngineGroups:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event at `now` (seconds, monotonic) and return the resulting actions."""
-        if self._began_at is None:
-            self._began_at = now
+        if self._started_at is None:
+            self._started_at = now
         match event:
             case FromMember(sender, NodeReport() as report):
                 return self._in_group(report.group, sender, event, now)
@@ -104,7 +104,7 @@ class EngineGroups:
             case FromMember(_, (Ready() | Heartbeat() | Draining()) as message):
                 knowing = (name for name, each in self._groups.items() if each.knows(message))
                 return self._one(next(knowing, ""), event, now)
-            case WakeUp() | AdapterWish() | AdaptersInUse() | FleetWish() | TenantsInUse():
+            case WakeUp() | AdapterRequest() | AdaptersInUse() | FleetRequest() | TenantsInUse():
                 return self._one(event.group, event, now) if event.group in self._groups else []
             case _:
                 actions = self._all(event, now)
@@ -132,20 +132,20 @@ class EngineGroups:
 
     def _in_group(self, name: str, sender: bytes, event: Event, now: float) -> list[Action]:
         """Dispatch an event to a group, which is created if it is new and the member joins."""
-        begins = name not in self._groups
-        if begins and len(self._groups) >= MAX_GROUPS:
+        is_new = name not in self._groups
+        if is_new and len(self._groups) >= MAX_GROUPS:
             reason = f"there are {MAX_GROUPS} engine groups already"
             return [Reply(sender, Refused(reason, field="engine_group"))]
-        if begins:
+        if is_new:
             # For members of a forgotten group of that name, this looks like a coordinator restart.
-            epoch = self._parameters.epoch + self._made
+            epoch = self._parameters.epoch + self._num_created
             self._groups[name] = self._state(name, epoch)
-            self._groups[name].begin(now if self._began_at is None else self._began_at)
+            self._groups[name].start(now if self._started_at is None else self._started_at)
         actions = self._one(name, event, now)
-        if begins and self._groups[name].is_empty:  # it was refused
+        if is_new and self._groups[name].is_empty:  # it was refused
             del self._groups[name]
-        elif begins:
-            self._made += 1
+        elif is_new:
+            self._num_created += 1
             actions.insert(0, Notice(f"engine group {name} begins"))
         return actions
 

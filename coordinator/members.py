@@ -67,7 +67,7 @@ class Members:
         self.front_ends: dict[int, Member] = {}
         self._restarts: dict[int, int] = {}
         self._last_incarnation: dict[int, int] = {}
-        self._looked_at: float | None = None
+        self._last_check_at: float | None = None
 
     def of(self, kind: MemberKind) -> dict[int, Member]:
         """Return the members of a kind by number."""
@@ -83,7 +83,7 @@ class Members:
         member = self.of(message.kind).get(message.index)
         return member if member and member.incarnation == message.incarnation else None
 
-    def leaving(self, message: Goodbye) -> Member | None:
+    def find_leaving(self, message: Goodbye) -> Member | None:
         """Return the member that a goodbye refers to, None if it is not registered."""
         for index, member in self.of(message.kind).items():
             if member.incarnation == message.incarnation and message.index in (index, -1):
@@ -96,26 +96,26 @@ class Members:
         Must be called at least four times per `timeout`. After a longer gap this process itself was
         stalled and has unread messages, so no member counts as silent.
         """
-        held_up = self._looked_at is not None and now - self._looked_at > timeout / 2
-        self._looked_at = now
+        was_stalled = self._last_check_at is not None and now - self._last_check_at > timeout / 2
+        self._last_check_at = now
         kinds: tuple[MemberKind, MemberKind] = ("engine", "front_end")
-        found = []
+        silent = []
         for kind in kinds:
             for index, member in self.of(kind).items():
-                if held_up:
+                if was_stalled:
                     member.last_seen = now
                 elif member.last_seen < now - timeout:
-                    found.append((kind, index))
-        return found
+                    silent.append((kind, index))
+        return silent
 
     def why_refused(self, hello: Hello) -> Refused | None:
         """Return why a newcomer must not join the current members, None if it can."""
         refusal = refused_by_protocol(hello.protocol, hello.version)
         if refusal is not None:
             return refusal
-        held = self.of(hello.kind).get(hello.index)
-        if held is not None and held.incarnation != hello.incarnation:
-            where = f"pid {held.pid} on {held.host}"
+        holder = self.of(hello.kind).get(hello.index)
+        if holder is not None and holder.incarnation != hello.incarnation:
+            where = f"pid {holder.pid} on {holder.host}"
             if hello.given:
                 return Refused(
                     f"{hello.kind} {hello.index} was silent for so long that its number was "
@@ -153,14 +153,14 @@ class Members:
     @property
     def is_balanced_outside(self) -> bool:
         """Whether every front end serves exactly one engine, so that no member needs loads."""
-        every = self.front_ends.values()
-        return bool(every) and all(each.scope.rank is not None for each in every)
+        front_ends = self.front_ends.values()
+        return bool(front_ends) and all(each.scope.rank is not None for each in front_ends)
 
     @property
     def take_changes(self) -> bool:
         """Whether there are front ends and all of them accept incremental views."""
-        every = self.front_ends.values()
-        return bool(every) and all(each.takes_changes for each in every)
+        front_ends = self.front_ends.values()
+        return bool(front_ends) and all(each.takes_changes for each in front_ends)
 
     @property
     def ready_engines(self) -> set[tuple[int, int]]:
@@ -198,7 +198,7 @@ class Members:
         ]
 
 
-class Numbers:
+class NumberAssignment:
     """Assigns numbers to members of one coordinator.
 
     Args:
@@ -209,20 +209,20 @@ class Numbers:
         self._grace = min(grace, MAX_WAIT)
         self._open_at: float | None = None
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Record when the coordinator started; only the first call counts."""
         if self._open_at is None:
             self._open_at = now + self._grace
 
-    def number_for(self, hello: Hello, held: Mapping[int, int], now: float) -> int | Refused:
+    def number_for(self, hello: Hello, assigned: Mapping[int, int], now: float) -> int | Refused:
         """Return a newcomer's number, or a refusal that makes it retry.
 
         Args:
-            held: incarnations of all members of its kind, by number.
+            assigned: incarnations of all members of its kind, by number.
         """
         if hello.index >= 0:
             return hello.index
-        for number, incarnation in held.items():
+        for number, incarnation in assigned.items():
             if incarnation == hello.incarnation:
                 return number
         if self._open_at is None or now < self._open_at:
@@ -232,4 +232,4 @@ class Numbers:
                 field="index",
                 final=False,
             )
-        return next(number for number in range(len(held) + 1) if number not in held)
+        return next(number for number in range(len(assigned) + 1) if number not in assigned)

@@ -18,10 +18,10 @@ from engine.shared.messages import (
     NodeEngines,
     NodeOrder,
     NodeReport,
-    ScaleWish,
+    ScalingRequest,
 )
 
-MEMORY = 3600.0
+MAX_MISSING_AGE = 3600.0
 """Seconds for which a dead engine counts as missing when no number is expected."""
 
 
@@ -55,9 +55,9 @@ class _Node:
     last_seen: float
     assigned: int = 0
     assignment: Assignment | None = None
-    wish: ScaleWish | None = None
+    request: ScalingRequest | None = None
     """The newest request from this node, kept until all nodes have applied the outcome."""
-    heard: int = 0
+    acknowledged: int = 0
     error: str | None = None
 
     @property
@@ -87,7 +87,7 @@ class Placement:
         return not self._nodes
 
     @property
-    def wanted(self) -> int | None:
+    def total_target(self) -> int | None:
         """Requested number of engines over all nodes; None if no node can run any."""
         able = [node for node in self._nodes.values() if node.engines.capacity or node.target]
         return sum(node.target for node in able) if able else None
@@ -112,11 +112,11 @@ class Placement:
         self._number = max(self._number, report.assigned)
         if node.assignment is not None and node.assignment.number <= report.assigned:
             node.assignment = None
-        if report.wish is not None and report.wish.number != node.heard:
-            node.wish = report.wish
+        if report.request is not None and report.request.number != node.acknowledged:
+            node.request = report.request
         decided = self._proceed(now)
         if decided:
-            return [*actions, *decided, *self._tell_all()]
+            return [*actions, *decided, *self._send_orders()]
         return [*actions, Reply(sender, self._order(node))]
 
     def tick(self, now: float) -> list[Action]:
@@ -127,7 +127,7 @@ class Placement:
         for incarnation in silent:
             actions += self._remove(incarnation, "has been silent for too long")
         decided = self._proceed(now)
-        return [*actions, *decided, *(self._tell_all() if decided else [])]
+        return [*actions, *decided, *(self._send_orders() if decided else [])]
 
     def _remove(self, incarnation: int, why: str) -> list[Action]:
         node = self._nodes.pop(incarnation, None)
@@ -141,8 +141,8 @@ class Placement:
             return []
         actions: list[Action] = []
         for node in self._nodes.values():
-            if node.wish is not None and node.wish.number not in self._decided:
-                actions += self._decide(node, node.wish)
+            if node.request is not None and node.request.number not in self._decided:
+                actions += self._decide(node, node.request)
         if self._restarts and not any(node.is_busy for node in self._nodes.values()):
             # One node at a time: the next starts once the previous one is done.
             node = self._nodes[self._restarts.pop(0)]
@@ -151,28 +151,28 @@ class Placement:
             actions.append(Notice(f"node {node.engines.name} replaces its engines"))
         if not self._restarts and not any(node.assignment for node in self._nodes.values()):
             for node in self._nodes.values():
-                if node.wish is not None:
-                    node.heard, node.wish = node.wish.number, None
+                if node.request is not None:
+                    node.acknowledged, node.request = node.request.number, None
             self._decided.clear()
         return actions
 
-    def _decide(self, node: _Node, wish: ScaleWish) -> list[Action]:
-        self._decided.add(wish.number)
+    def _decide(self, node: _Node, request: ScalingRequest) -> list[Action]:
+        self._decided.add(request.number)
         node.error = None
-        if wish.size is None:
+        if request.size is None:
             self._restarts = [inc for inc, each in self._nodes.items() if each.target]
             return [Notice("replacing all engines, node by node")]
         nodes = list(self._nodes.values())
         room = sum(max(each.engines.capacity, each.target) for each in nodes)
-        if not room or wish.size > room:
+        if not room or request.size > room:
             node.error = (
-                f"the nodes have room for {room} engines, not {wish.size}"
+                f"the nodes have room for {room} engines, not {request.size}"
                 if room
                 else "no supervisor here runs engines: scale with the tool that started them"
             )
-            return [Notice(f"cannot scale to {wish.size}: {node.error}")]
+            return [Notice(f"cannot scale to {request.size}: {node.error}")]
         shares = [Share(each.target, each.engines.capacity) for each in nodes]
-        targets = spread(wish.size, shares)
+        targets = spread(request.size, shares)
         self._number += 1
         for each, target in zip(nodes, targets, strict=True):
             if target != each.target:
@@ -183,18 +183,18 @@ class Placement:
             for each, target in zip(nodes, targets, strict=True)
             if target or each.engines.capacity
         )
-        return [Notice(f"the target is now {wish.size} engines: {', '.join(parts)}")]
+        return [Notice(f"the target is now {request.size} engines: {', '.join(parts)}")]
 
-    def _tell_all(self) -> list[Action]:
+    def _send_orders(self) -> list[Action]:
         return [Reply(node.sender, self._order(node)) for node in self._nodes.values()]
 
     def _order(self, node: _Node) -> NodeOrder:
         return NodeOrder(
             nodes=[each.engines for each in self._nodes.values()],
-            you=list(self._nodes.values()).index(node),
+            recipient=list(self._nodes.values()).index(node),
             busy=bool(self._restarts) or any(each.is_busy for each in self._nodes.values()),
             assignment=node.assignment,
-            heard=node.heard,
+            acknowledged=node.acknowledged,
             error=node.error,
         )
 
@@ -217,9 +217,9 @@ class Expected:
         self._reasons: dict[int, AbsenceReason] = {}
         self._since: dict[int, float] = {}
 
-    def follow(self, wanted: int | None) -> None:
+    def follow(self, target: int | None) -> None:
         """Follow the total that the joined nodes' supervisors run."""
-        self.number = wanted if self.planned is None else max(self.planned, wanted or 0)
+        self.number = target if self.planned is None else max(self.planned, target or 0)
 
     def left(self, rank: int, reason: AbsenceReason) -> None:
         """Record why an engine left."""
@@ -240,13 +240,13 @@ class Expected:
     def _absent(self, present: frozenset[int], now: float) -> list[int]:
         if self.number is None:
             for rank, reason in list(self._reasons.items()):
-                if reason == "drained" or now - self._since.get(rank, now) > MEMORY:
+                if reason == "drained" or now - self._since.get(rank, now) > MAX_MISSING_AGE:
                     del self._reasons[rank]
             return list(self._reasons)
         short = max(0, self.number - len(present))
         # Ranks whose end is recorded come first, drained ones after others; then the lowest ranks.
         known = sorted(self._reasons, key=lambda rank: (self._reasons[rank] == "drained", rank))
-        never = (rank for rank in range(self.number) if rank not in present)
-        chosen = list(dict.fromkeys([*known, *never]))[:short]
+        unseen = (rank for rank in range(self.number) if rank not in present)
+        chosen = list(dict.fromkeys([*known, *unseen]))[:short]
         self._reasons = {rank: why for rank, why in self._reasons.items() if rank in chosen}
         return chosen

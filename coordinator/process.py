@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 _SUBSCRIBE = b"\x01"
 
-_IN_A_TURN = 1000
+_MAX_MESSAGES_PER_POLL = 1000
 """Maximum messages read from a socket before the other sockets are served."""
 
-_MEND_INTERVAL = 1.0
+_MAINTENANCE_INTERVAL = 1.0
 """Seconds between checks that the files of local sockets still exist."""
 
 
@@ -127,24 +127,24 @@ class Coordinator:
             poller.register(socket, zmq.POLLIN)
         if self._handshakes is not None:
             poller.register(self._handshakes.socket, zmq.POLLIN)
-        mend_at = time.monotonic()
+        maintain_at = time.monotonic()
         while True:
-            health.turn()
+            health.record_iteration()
             now = time.monotonic()
-            if now >= mend_at:
-                self._transport.mend()
-                lifeline.turn()
+            if now >= maintain_at:
+                self._transport.maintain()
+                lifeline.heartbeat()
                 self.state.descriptors = self._transport.descriptors
                 use = process_use(self._transport.descriptors)
                 self.state.process = msgspec.structs.replace(self._process, use=use)
                 if self._expected_file is not None and self._expected_file.changed():
                     try:
-                        self.state.expect_again()
+                        self.state.reload_expected()
                         logger.info("the number of expected engines was read again")
                     except (OSError, ValueError) as error:
                         logger.error("the number of expected engines stays as it is: %s", error)
-                mend_at = now + _MEND_INTERVAL
-            wait = max(0.0, min(self.state.next_deadline(now), mend_at) - now)
+                maintain_at = now + _MAINTENANCE_INTERVAL
+            wait = max(0.0, min(self.state.next_deadline(now), maintain_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
             if self._handshakes is not None and self._handshakes.socket in readable:
                 self._handshakes.check()
@@ -193,8 +193,8 @@ def _frames(socket: "zmq.Socket[bytes]") -> Iterator[bytes]:
 
 
 def _received(inbox: Inbox) -> Iterator[tuple[bytes, Any]]:
-    """Yield pending messages, at most `_IN_A_TURN` so that other sockets are served."""
-    for _ in range(_IN_A_TURN):
+    """Yield pending messages, at most `_MAX_MESSAGES_PER_POLL` so that other sockets are served."""
+    for _ in range(_MAX_MESSAGES_PER_POLL):
         received = inbox.receive()
         if received is None:
             return

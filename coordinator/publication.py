@@ -16,7 +16,7 @@ from engine.shared.messages import (
     ViewChange,
 )
 
-WHOLE_IN_TURN = 64
+FULL_ENTRIES_PER_CHANGE = 64
 """Engines per change that are sent in full in rotation, besides those that changed urgently."""
 
 
@@ -66,20 +66,20 @@ class ViewChanges:
         self._version: int | None = None
         self._engines: dict[int, EngineEntry] = {}
         self._processes: dict[str, ProcessEntry] = {}
-        self._partly: dict[int, None] = {}
+        self._partly_sent: dict[int, None] = {}
         """Ranks of engines whose latest stats were sent only in part, oldest first."""
 
     @property
     def is_due(self) -> bool:
         """Whether parts of the last view are still unsent."""
-        return bool(self._partly)
+        return bool(self._partly_sent)
 
-    def told(self, view: ClusterView) -> None:
+    def record_full(self, view: ClusterView) -> None:
         """Record that a whole view is published."""
         self._version = view.version
         self._engines = {each.rank: each for each in view.engines}
         self._processes = {each.name: each for each in view.processes}
-        self._partly = {}
+        self._partly_sent = {}
 
     def since(self, view: ClusterView) -> ViewChange | None:
         """Return the change since the last view and record it as sent; None before a whole view."""
@@ -92,17 +92,17 @@ class ViewChanges:
         left = [rank for rank in known if rank not in self._engines]
         changed: dict[int, LoadChange | None] = {}
         for entry in view.engines:
-            if entry != (told := known.get(entry.rank)):
-                changed[entry.rank] = None if told is None else _load_change(told, entry)
+            if entry != (sent := known.get(entry.rank)):
+                changed[entry.rank] = None if sent is None else _load_change(sent, entry)
         for rank in left:
-            self._partly.pop(rank, None)
+            self._partly_sent.pop(rank, None)
         for rank, load in changed.items():
             if load is not None:
-                self._partly.setdefault(rank)
+                self._partly_sent.setdefault(rank)
             else:
-                self._partly.pop(rank, None)
-        for rank in [*self._partly][:WHOLE_IN_TURN]:
-            del self._partly[rank]
+                self._partly_sent.pop(rank, None)
+        for rank in [*self._partly_sent][:FULL_ENTRIES_PER_CHANGE]:
+            del self._partly_sent[rank]
             changed[rank] = None
         head = replace(
             view,
@@ -118,10 +118,10 @@ class ViewChanges:
         )
 
 
-def _load_change(told: EngineEntry, entry: EngineEntry) -> LoadChange | None:
+def _load_change(sent: EngineEntry, entry: EngineEntry) -> LoadChange | None:
     """Return the change of an engine's load; None if more changed or no load was sent before."""
-    before, stats = told.stats, entry.stats
-    if before is None or stats is None or replace(told, stats=stats) != entry:
+    before, stats = sent.stats, entry.stats
+    if before is None or stats is None or replace(sent, stats=stats) != entry:
         return None
     if len(before.received) != len(stats.received):
         return None
@@ -146,7 +146,7 @@ def _differ_in_load_only(before: EngineStats, stats: EngineStats) -> bool:
         and before.wave_running == stats.wave_running
         and before.hold_epoch == stats.hold_epoch
         and before.halted == stats.halted
-        and before.alone == stats.alone
+        and before.exclusive_request == stats.exclusive_request
         and before.hands_over == stats.hands_over
         and before.sleep_level == stats.sleep_level
         and before.weight_version == stats.weight_version

@@ -29,27 +29,27 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.formation import GroupFormation
-from coordinator.members import Members, Numbers
+from coordinator.members import Members, NumberAssignment
 from coordinator.placement import Expected, Placement
 from coordinator.publication import Publication, ViewChanges
 from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, IndependentWave, LockstepWave
 from engine.shared.messages import (
     AbsenceReason,
-    AdapterSheet,
+    AdapterRequest,
     AdaptersInUse,
-    AdapterWish,
+    AdapterTable,
+    ApplyAdapterTable,
+    ApplyFleetOrder,
     ClusterView,
     Draining,
     EngineStats,
-    FleetWish,
-    FollowFleet,
+    FleetRequest,
     FrontEnds,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
     Hello,
-    HoldAdapters,
     MemberKind,
     MemberMessage,
     NodeReport,
@@ -66,7 +66,7 @@ from engine.shared.version import SWELL_VERSION
 MISSING_INTERVAL = 10.0
 """Seconds between two log lines about planned engines that have not joined."""
 
-EXPIRY_LOOKS = 50
+EXPIRY_CHECKS = 50
 """Number of checks for silent members per member timeout."""
 
 BURST_ENGINES, BURST_INTERVAL = 20, 0.001
@@ -111,11 +111,11 @@ class CoordinatorState:
         """Front ends have subscribed since the last view and need a whole one."""
         self._order_due = self._expire_at = float("-inf")
         grace = parameters.member_timeout if parameters.has_predecessors else 0.0
-        self._numbers = Numbers(grace)
-        self._say_missing_at = float("-inf")
+        self._numbers = NumberAssignment(grace)
+        self._log_missing_at = float("-inf")
         self._adapters = AdapterRegistry()
         self._tenants = TenantUsage()
-        self._ordered_sheet: AdapterSheet | None = None
+        self._ordered_table: AdapterTable | None = None
         self._fleet = FleetOrders()
 
     def expect(self, number: int | None) -> None:
@@ -123,16 +123,16 @@ class CoordinatorState:
         self._parameters = dataclasses.replace(self._parameters, expected_engines=number)
         self._expected.number = self._expected.planned if number is None else number
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Record when the coordinator started; only the first call, or event, counts."""
-        self._numbers.begin(now)
+        self._numbers.start(now)
 
     # -- entry point -----------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event at `now` (seconds, monotonic) and return the resulting actions."""
         actions: list[Action] = []
-        self._numbers.begin(now)
+        self._numbers.start(now)
         match event:
             case FromMember(sender, message):
                 actions += self._from_member(sender, message, now)
@@ -140,10 +140,10 @@ class CoordinatorState:
                 self._reported(event)
             case WakeUp():
                 self._publication.changed |= self._wave.notice(event)
-            case AdapterWish():
-                self._adapters.wished(event)
-            case FleetWish():
-                actions += self._order_fleet(self._fleet.wished(event))
+            case AdapterRequest():
+                self._adapters.handle_request(event)
+            case FleetRequest():
+                actions += self._order_fleet(self._fleet.handle_request(event))
             case AdaptersInUse(front_end, incarnation):
                 self._adapters.front_end_has((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
@@ -179,7 +179,7 @@ class CoordinatorState:
     ) -> list[Action]:
         match message:
             case NodeReport():
-                if message.wish is not None and message.wish.size is not None:
+                if message.request is not None and message.request.size is not None:
                     self._expected.planned = None  # an operator has chosen another number
                 return self._placement.report(sender, message, now)
             case Hello():
@@ -187,7 +187,7 @@ class CoordinatorState:
             case Ready() | Heartbeat() | Draining():
                 return self._alive(sender, message, now)
             case Goodbye():
-                member = self._members.leaving(message)
+                member = self._members.find_leaving(message)
                 if member is None:
                     return []
                 if member.draining and self._formation is not None:
@@ -209,14 +209,14 @@ class CoordinatorState:
         if refusal is not None:
             return [Reply(sender, refusal)]
         members = self._members.of(hello.kind)
-        held = {index: member.incarnation for index, member in members.items()}
-        index = self._numbers.number_for(hello, held, now)
+        assigned = {index: member.incarnation for index, member in members.items()}
+        index = self._numbers.number_for(hello, assigned, now)
         if isinstance(index, Refused):
             return [Reply(sender, index)]
-        actions = [] if held.get(index) == hello.incarnation else self._join(hello, index, now)
+        actions = [] if assigned.get(index) == hello.incarnation else self._join(hello, index, now)
         self._publication.urgent = True
-        self._adapters.brought(hello.adapters)
-        actions += self._order_fleet(self._fleet.brought(hello.fleet))
+        self._adapters.adopt_newer(hello.adapters)
+        actions += self._order_fleet(self._fleet.adopt_newer(hello.fleet))
         return [*actions, Reply(sender, self._welcome(hello, index))]
 
     def _beyond_plan(self, hello: Hello) -> Refused | None:
@@ -241,8 +241,8 @@ class CoordinatorState:
         for number, member in list(self._members.front_ends.items()):
             field = differing_model(member.group_config, hello.group_config)
             if field is not None:
-                theirs, ours = member.group_config.get(field), hello.group_config[field]
-                why = f"was removed: its {field} is {theirs!r}, but the engines' is {ours!r}"
+                value, engines = member.group_config.get(field), hello.group_config[field]
+                why = f"was removed: its {field} is {value!r}, but the engines' is {engines!r}"
                 actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
         self._wave.adopt(hello.wave)
@@ -259,7 +259,7 @@ class CoordinatorState:
             front_ends=self._members.front_end_entries() if is_engine else [],
             protocol=hello.protocol,
             version=SWELL_VERSION,
-            adapters=self._adapters.sheet if is_engine else None,
+            adapters=self._adapters.table if is_engine else None,
             fleet=self._fleet.order if is_engine else None,
         )
 
@@ -335,27 +335,27 @@ class CoordinatorState:
         actions: list[Action] = []
         if now >= self._expire_at:
             timeout = self._parameters.member_timeout
-            self._expire_at = now + timeout / EXPIRY_LOOKS
+            self._expire_at = now + timeout / EXPIRY_CHECKS
             for kind, index in self._members.silent(now, timeout):
                 actions += self._remove(kind, index, "has been silent for too long")
         actions += self._repeat_order(now)
-        return actions + self._placement.tick(now) + self._say_missing(now)
+        return actions + self._placement.tick(now) + self._log_missing(now)
 
     # -- adapters --------------------------------------------------------------------------------
 
     def _order_adapters(self) -> list[Action]:
         ready, front_ends = self._members.ready_engines, self._members.all_front_ends
         self._publication.urgent |= self._adapters.advance(ready, front_ends)
-        sheet = self._adapters.sheet
-        if sheet is None or sheet is self._ordered_sheet:
+        table = self._adapters.table
+        if table is None or table is self._ordered_table:
             return []
-        self._ordered_sheet = sheet
+        self._ordered_table = table
         self._publication.urgent = True
-        return [PublishOrder(HoldAdapters(self._parameters.epoch, sheet))]
+        return [PublishOrder(ApplyAdapterTable(self._parameters.epoch, table))]
 
     def _order_fleet(self, is_new: bool) -> list[Action]:
         self._publication.urgent |= is_new
-        order = FollowFleet(self._parameters.epoch, self._fleet.order)
+        order = ApplyFleetOrder(self._parameters.epoch, self._fleet.order)
         return [PublishOrder(order)] if is_new else []
 
     # -- lockstep groups ---------------------------------------------------------------------------
@@ -401,10 +401,12 @@ class CoordinatorState:
     def _standing_orders(self) -> list[Action]:
         """Return the current orders, which a new or unlucky subscriber may have missed."""
         orders: list[Action] = [PublishOrder(self._front_ends_order())]
-        if self._adapters.sheet is not None:
-            orders.append(PublishOrder(HoldAdapters(self._parameters.epoch, self._adapters.sheet)))
+        if self._adapters.table is not None:
+            orders.append(
+                PublishOrder(ApplyAdapterTable(self._parameters.epoch, self._adapters.table))
+            )
         if self._fleet.order.revision:
-            orders.append(PublishOrder(FollowFleet(self._parameters.epoch, self._fleet.order)))
+            orders.append(PublishOrder(ApplyFleetOrder(self._parameters.epoch, self._fleet.order)))
         return orders
 
     def _publish_if_due(self, now: float) -> list[Action]:
@@ -416,7 +418,7 @@ class CoordinatorState:
         if self._members.take_changes and not self._has_newcomers:
             change = self._changes.since(view)
         if change is None:
-            self._changes.told(view)
+            self._changes.record_full(view)
         self._has_newcomers = False
         self._publication.changed = self._changes.is_due
         return [PublishView(view, change)]
@@ -424,29 +426,29 @@ class CoordinatorState:
     def _with_missing(self, view: ClusterView, now: float) -> ClusterView:
         expected = self._expected
         if self._parameters.expected_engines is None:
-            expected.follow(self._placement.wanted)
+            expected.follow(self._placement.total_target)
         missing = expected.missing([entry.rank for entry in view.engines], now)
         number = expected.number
         if number is None:
             number = len(view.engines) + len(missing)
         return replace(view, expected=number, missing=missing)
 
-    def _say_missing(self, now: float) -> list[Action]:
+    def _log_missing(self, now: float) -> list[Action]:
         """Periodically log which of the planned engines have not joined."""
-        if self._expected.planned is None or now < self._say_missing_at:
+        if self._expected.planned is None or now < self._log_missing_at:
             return []
-        self._say_missing_at = now + MISSING_INTERVAL
+        self._log_missing_at = now + MISSING_INTERVAL
         view = self._with_missing(self.view(), now)
         if not view.missing or not view.engines:
             return []
-        there = ", ".join(f"{each.rank} on {each.host}" for each in view.engines)
+        present = ", ".join(f"{each.rank} on {each.host}" for each in view.engines)
         missing = ", ".join(
             f"{each.rank} ({each.reason.replace('_', ' ')}, for {each.age:.0f} s)"
             for each in view.missing
         )
         return [
             Notice(
-                f"{len(view.engines)} of {view.expected} engines are there: {there}. "
+                f"{len(view.engines)} of {view.expected} engines are there: {present}. "
                 f"Missing: {missing}"
             )
         ]

@@ -15,30 +15,30 @@ class TenantUsage:
     """The newest report of each front end, and their sums by admission table."""
 
     def __init__(self) -> None:
-        self._said: dict[Process, list[TenantUse]] = {}
+        self._reports: dict[Process, list[TenantUse]] = {}
 
     def take(self, message: TenantsInUse) -> bool:
         """Record a front end's report; return whether it changed."""
         process = (message.front_end, message.incarnation)
-        if self._said.get(process, []) == message.tenants:
+        if self._reports.get(process, []) == message.tenants:
             return False
-        self._said[process] = message.tenants
+        self._reports[process] = message.tenants
         return True
 
     def keep(self, front_ends: Collection[Process]) -> bool:
         """Drop reports of all other front ends; return whether there were any."""
-        gone = [process for process in self._said if process not in front_ends]
-        for process in gone:
-            del self._said[process]
-        return bool(gone)
+        departed = [process for process in self._reports if process not in front_ends]
+        for process in departed:
+            del self._reports[process]
+        return bool(departed)
 
     @property
     def sums(self) -> list[TenantUse]:
         """Usage of each tenant in each admission table, summed, most sequences first."""
         sums: dict[tuple[str, int], tuple[int, int]] = {}
-        for uses in self._said.values():
+        for uses in self._reports.values():
             for use in uses:
                 sequences, tokens = sums.get((use.table, use.tenant), (0, 0))
                 sums[use.table, use.tenant] = (sequences + use.sequences, tokens + use.tokens)
-        found = [TenantUse(*key, *amounts) for key, amounts in sums.items()]
-        return sorted(found, key=lambda use: (-use.sequences, use.table, use.tenant))[:MAX_USES]
+        totals = [TenantUse(*key, *amounts) for key, amounts in sums.items()]
+        return sorted(totals, key=lambda use: (-use.sequences, use.table, use.tenant))[:MAX_USES]

@@ -125,7 +125,7 @@ class LockstepWave(_Wave):
         self._members: frozenset[int] = frozenset()
         self._started: set[int] = set()
         """Ranks that reported running at `_clock`."""
-        self._wanted = False
+        self._start_requested = False
         """A front end requested a start; cleared once the group has run."""
         self._hold_epoch = 0
         self._excluded_rank = -1
@@ -166,10 +166,10 @@ class LockstepWave(_Wave):
         """Process a front end's notice that it sent a request to a paused engine."""
         # A notice from an earlier wave is void: its request has run, or will start a wave itself.
         is_late = notice.wave < self.wave
-        if self.running or self._wanted or is_late or self._is_held():
+        if self.running or self._start_requested or is_late or self._is_held():
             return False
         self.adopt(notice.wave)
-        self._wanted = True
+        self._start_requested = True
         self.wakeups["front_end"] += 1
         self._order_now(excluded_rank=notice.rank)
         return True
@@ -196,12 +196,12 @@ class LockstepWave(_Wave):
                 self._hold_epoch = 0
             self._clock = clock
             self._started = set()
-            self._wanted = was_needed = False
+            self._start_requested = was_needed = False
         if running:
-            if not self._started and not self._wanted:
+            if not self._started and not self._start_requested:
                 self.wakeups["engine"] += 1  # otherwise counted with the front end's notice
             self._started.add(rank)
-            self._wanted = False
+            self._start_requested = False
         self._hold_epoch = max(self._hold_epoch, hold_epoch)
         self.adopt(clock.wave)
         if self._needs_order() and not was_needed:
@@ -215,7 +215,7 @@ class LockstepWave(_Wave):
     def _needs_order(self) -> bool:
         if self.running:
             return not self._started >= self._members
-        return self._wanted and not self._is_held()
+        return self._start_requested and not self._is_held()
 
     def _is_held(self) -> bool:
         return self._hold_epoch % 2 == 1

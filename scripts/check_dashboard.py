@@ -64,8 +64,10 @@ def ask(prometheus: str, query: Query, variables: Mapping[str, str]) -> Finding:
     """Evaluate a query at the current time."""
     try:
         expression = substitute(query.expression, variables)
-        asked = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"{prometheus}/api/v1/query?{asked}", timeout=30) as answer:
+        parameters = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(
+            f"{prometheus}/api/v1/query?{parameters}", timeout=30
+        ) as answer:
             result = json.load(answer)["data"]["result"]
     except KeyError as error:
         return Finding(query, [], f"no value for {error}")
@@ -95,14 +97,14 @@ def main() -> None:
     parser.add_argument("--rate-interval", default="1m", help="what it takes rates over")
     options = parser.parse_args()
     try:
-        given = dict(pair.split("=", 1) for pair in options.set)
+        settings = dict(pair.split("=", 1) for pair in options.set)
     except ValueError:
         parser.error("--set wants NAME=VALUE")
     intervals = {"__rate_interval": options.rate_interval, "__interval": options.rate_interval}
-    variables = {**intervals, "__range": options.range, **given}
+    variables = {**intervals, "__range": options.range, **settings}
     dashboard = json.loads(options.dashboard.read_text(encoding="utf-8"))
-    asked = list(queries_of(dashboard["panels"]))
-    findings = [ask(options.prometheus, query, variables) for query in asked]
+    queries = list(queries_of(dashboard["panels"]))
+    findings = [ask(options.prometheus, query, variables) for query in queries]
     Console(width=max(100, Console().width)).print(table(findings))
     sys.exit(any(not finding.values for finding in findings))
 

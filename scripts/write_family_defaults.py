@@ -24,8 +24,8 @@ def architectures() -> list[str]:
     """Return the architectures whose text models have their own classes."""
     wrappers = "ForConditionalGeneration"
     others = {name for name in FAMILIES if name.endswith(wrappers)}
-    own = {name for name in others if name.startswith(("Qwen2VL", "Qwen2_5_VL"))}
-    return [name for name in FAMILIES if name not in others - own]
+    qwen_vl = {name for name in others if name.startswith(("Qwen2VL", "Qwen2_5_VL"))}
+    return [name for name in FAMILIES if name not in others - qwen_vl]
 
 
 def configuration_class(architecture: str) -> Any:

@@ -67,13 +67,13 @@ def _other_node(config: EngineConfig) -> int:
     from engine.executor.nodes import joining
     from engine.shared.cpu.plan import BadCpuBind
     from engine.shared.logs import name_process
-    from server.fleet.node_resources import of_engine_alone
+    from server.fleet.node_resources import of_standalone_engine
 
     number = config.parallel.node_rank
     name_process(f"node {number}", config.log.log_level, config.log.log_format)
-    alone = {"data_parallel_size_local": 1, "data_parallel_rank_local": 0}
+    single_rank = {"data_parallel_size_local": 1, "data_parallel_rank_local": 0}
     try:
-        config = of_engine_alone(config.changed(parallel=alone))
+        config = of_standalone_engine(config.changed(parallel=single_rank))
     except BadCpuBind as error:
         print(f"swell cannot start: {error}", file=sys.stderr)
         return 1
@@ -91,7 +91,7 @@ def _engine(config: EngineConfig) -> int:
     from engine.process import main as process
     from engine.shared.cpu.plan import BadCpuBind
     from engine.shared.lifeline import CANNOT_START, Lifeline
-    from server.fleet.node_resources import of_engine_alone
+    from server.fleet.node_resources import of_standalone_engine
 
     if config.parallel.node_rank:
         return _other_node(config)
@@ -99,7 +99,7 @@ def _engine(config: EngineConfig) -> int:
         config = config.changed(parallel={"data_parallel_size_local": 1})
     lifeline = Lifeline(None)
     try:
-        config = of_engine_alone(config)
+        config = of_standalone_engine(config)
     except BadCpuBind as error:
         lifeline.failed(str(error))
         return CANNOT_START

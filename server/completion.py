@@ -38,13 +38,13 @@ def script(commands: Commands, shell: str) -> str:
             action.help = None if action.help is None else action.help.split("; ")[0]
             if action.help is not None:  # only the first clause, for zsh and fish
                 action.help = action.help.split(": ")[0].rstrip(".")
-            place = _place(setting)
-            if place is not None:
-                action.complete = getattr(shtab, place)
+            complete = _completer(setting)
+            if complete is not None:
+                action.complete = getattr(shtab, complete)
     return str(shtab.complete(parser, shell))
 
 
-def _place(name: str) -> str | None:
+def _completer(name: str) -> str | None:
     if name in _DIRECTORIES:
         return "DIRECTORY"
     return "FILE" if name in _FILES or name.endswith(_FILE_ENDINGS) else None

@@ -11,7 +11,7 @@ ANSWER_TIMEOUT = 5.0
 """Timeout in seconds for the supervisor's response."""
 
 
-class SupervisorSilent(Exception):
+class SupervisorTimeout(Exception):
     """The supervisor does not respond."""
 
 
@@ -24,7 +24,7 @@ class SupervisorControl:
         """`engines_may_wait`: whether its engines may wait for resources of a cluster."""
         self.engines_may_wait = engines_may_wait
         self._answers = Inbox(transport.connect(zmq.DEALER, address), ControlStatus, "control")
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._waiting: asyncio.Future[ControlStatus] | None = None
         self._answers.attach(asyncio.get_running_loop(), self._answer)
 
@@ -32,19 +32,19 @@ class SupervisorControl:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(status)
 
-    async def ask(self, request: ControlRequest) -> ControlStatus:
+    async def call(self, request: ControlRequest) -> ControlStatus:
         """Send a request and return the supervisor's response.
 
         Raises:
-            SupervisorSilent: it timed out.
+            SupervisorTimeout: it timed out.
         """
-        async with self._turn:
+        async with self._lock:
             self._waiting = asyncio.get_running_loop().create_future()
             self._answers.send(encode(request))
             try:
                 return await asyncio.wait_for(self._waiting, ANSWER_TIMEOUT)
             except TimeoutError:
-                raise SupervisorSilent("the supervisor does not answer") from None
+                raise SupervisorTimeout("the supervisor does not answer") from None
             finally:
                 self._waiting = None
 

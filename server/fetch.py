@@ -75,15 +75,15 @@ def fetch(config: FetchConfig) -> int:
     if not target.model:
         print("swell fetch: which model? e.g. swell fetch Qwen/Qwen3-0.6B", file=sys.stderr)
         return 2
-    wanted = ModelConfig(model=target.model, revision=target.revision)
+    requested = ModelConfig(model=target.model, revision=target.revision)
     try:
-        found = with_local_file(wanted)
-        if found is not wanted:
+        found = with_local_file(requested)
+        if found is not requested:
             print(
                 f"{found.model}: {Path(found.model).stat().st_size / 1e6:,.1f} MB", file=sys.stderr
             )
             return 0
-        directory = model_directory(wanted, weights=not target.text_only)
+        directory = model_directory(requested, weights=not target.text_only)
     except ModelNotFound as error:
         print(f"swell fetch: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ from engine.shared.cpu.lists import CpuList
 from engine.shared.cpu.machine import bind_process
 from engine.shared.fair_threads import FairThreads
 from engine.shared.group_config import model_identity
-from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL, Lifeline
+from engine.shared.lifeline import CANNOT_START, CHILD_HEARTBEAT_INTERVAL, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
@@ -41,7 +41,7 @@ from engine.shared.transport import (
     bound_address,
     make_context,
 )
-from server.access.admission import SAY_INTERVAL, TenantsElsewhere
+from server.access.admission import REPORT_INTERVAL, RemoteTenants
 from server.access.admission_table import AdmissionTable
 from server.access.guards import BadGuards, tls_options
 from server.answer.formats import BadFormats
@@ -87,7 +87,7 @@ GRACEFUL_SECONDS = 1
 LARGEST_OUTPUT = 16 << 20
 """Maximum bytes of a message with outputs; engines of protocol 3 send them whole."""
 
-MEND_INTERVAL = 1.0
+MAINTENANCE_INTERVAL = 1.0
 """Seconds between checks that local sockets and the store's file still exist."""
 
 
@@ -174,17 +174,17 @@ class FrontEnd:
         table = (
             AdmissionTable(None) if rows is None else AdmissionTable(Path(rows), self._launch.place)
         )
-        elsewhere = (
-            TenantsElsewhere(table, index, self._launch.incarnation)
+        remote_tenants = (
+            RemoteTenants(table, index, self._launch.incarnation)
             if self._config.tenants.has_limits
             else None
         )
 
         def view_changed(view: ClusterView) -> None:
             client.view_changed(view)
-            if elsewhere is not None:
-                elsewhere.take(view, time.monotonic())
-            link.know(client.adapters.sheet, client.fleet)
+            if remote_tenants is not None:
+                remote_tenants.take(view, time.monotonic())
+            link.remember(client.adapters.table, client.fleet)
 
         link.subscribe(view_changed)
         address, may_wait = self._launch.control, self._launch.engines_may_wait
@@ -197,7 +197,7 @@ class FrontEnd:
         store = await asyncio.to_thread(self._store, metrics)  # may wait for other writers
         tasks = [
             asyncio.create_task(each)
-            for each in self._background_work(client, store, link, elsewhere, metrics)
+            for each in self._background_work(client, store, link, remote_tenants, metrics)
         ]
         try:
             services = make_services(
@@ -212,7 +212,7 @@ class FrontEnd:
                 pooling=pooling,
                 processor=processor,
                 forwarder=forwarder,
-                elsewhere=elsewhere,
+                remote_tenants=remote_tenants,
             )
             await self._serve_http(services, link, client)
         finally:
@@ -236,24 +236,24 @@ class FrontEnd:
         client: EngineClient,
         store: ResponseStore | None,
         link: ClusterLink,
-        elsewhere: TenantsElsewhere | None,
+        remote_tenants: RemoteTenants | None,
         metrics: FrontEndMetrics,
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        yield _every(MEND_INTERVAL, self._transport.mend)
-        yield self._turn(metrics)
+        yield _every(MAINTENANCE_INTERVAL, self._transport.maintain)
+        yield self._beat(metrics)
         if store is not None and self._config.store.response_store == "node":
-            yield _every(MEND_INTERVAL, store.mend)
-        if elsewhere is not None:
-            yield _every(SAY_INTERVAL, partial(_tell_of_tenants, elsewhere, link))
+            yield _every(MAINTENANCE_INTERVAL, store.maintain)
+        if remote_tenants is not None:
+            yield _every(REPORT_INTERVAL, partial(_report_tenants, remote_tenants, link))
         interval = self._config.http.log_stats_interval
         if interval and not self._launch.place:
             yield log_stats(client, interval)
 
-    async def _turn(self, metrics: FrontEndMetrics) -> None:
+    async def _beat(self, metrics: FrontEndMetrics) -> None:
         while True:
-            self._lifeline.turn()
-            due = time.monotonic() + TURN_INTERVAL
-            await asyncio.sleep(TURN_INTERVAL)
+            self._lifeline.heartbeat()
+            due = time.monotonic() + CHILD_HEARTBEAT_INTERVAL
+            await asyncio.sleep(CHILD_HEARTBEAT_INTERVAL)
             metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
 
     def _link(self, identity: dict[str, str]) -> ClusterLink:
@@ -408,8 +408,8 @@ class FrontEnd:
             raise JoinRefused(link.replaced.result())
 
 
-def _tell_of_tenants(elsewhere: TenantsElsewhere, link: ClusterLink) -> None:
-    notice = elsewhere.notice(time.monotonic())
+def _report_tenants(remote_tenants: RemoteTenants, link: ClusterLink) -> None:
+    notice = remote_tenants.notice(time.monotonic())
     if notice is not None:
         link.notify(notice)
 

@@ -101,7 +101,7 @@ MAX_CACHE_SALT = 256
 """Characters of `cache_salt`."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 """Range of seeds."""
-MAX_KEPT_LENGTH = 2**22
+MAX_STORED_LENGTH = 2**22
 """Bytes of stored data that a request continues: earlier responses, or a conversation."""
 MAX_CHAIN = 1024
 """Stored responses in the chain that a response continues."""
@@ -119,9 +119,9 @@ MAX_JOBS = 256
 """Responses that one front end generates concurrently in the background."""
 MAX_JOBS_OF_ONE = MAX_JOBS // 2
 """Maximum share of one tenant."""
-MAX_KEPT_EVENTS = 2**24
+MAX_STORED_EVENTS = 2**24
 """Bytes of stored events of a background response."""
-MAX_KEPT_BATCHES = 32
+MAX_STORED_BATCHES = 32
 """Batches of stored events read at a time for one client."""
-MAX_KEPT_ITEMS = 2048
+MAX_STORED_ITEMS = 2048
 """Items of a stored conversation."""

@@ -314,14 +314,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _all(self, ask: Callable[[Q], Coroutine[Any, Any, T]], every: Iterable[Q]) -> list[T]:
+    def _all(self, call: Callable[[Q], Coroutine[Any, Any, T]], every: Iterable[Q]) -> list[T]:
         async def gather() -> list[T]:
             try:
                 async with asyncio.TaskGroup() as group:
-                    asked = [group.create_task(ask(each)) for each in every]
+                    started = [group.create_task(call(each)) for each in every]
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
-            return [each.result() for each in asked]
+            return [each.result() for each in started]
 
         return self._wait(gather())
 

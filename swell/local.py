@@ -29,14 +29,14 @@ from engine.shared.messages import (
     AddRequest,
     ClusterView,
     EngineReport,
-    FleetWish,
+    FleetRequest,
     UtilityCall,
     UtilityResult,
     UtilityValue,
 )
 from server.router.adapters import Adapters
 from server.router.generation_client import KvOffer, NoEngineAvailable
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 
 _FRONT_END = 0
 _INCARNATION = 1
@@ -72,7 +72,7 @@ class LocalEngine:
             self,
             StepWatch(config.executor.step_timeout),
             drain_timeout=config.cluster.drain_timeout,
-            on_turn=lambda: None,
+            on_iteration=lambda: None,
             on_drain=lambda: None,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,12 +86,12 @@ class LocalEngine:
             reason = f"The engine failed: {type(error).__name__}: {error}"
         finally:
             self._executor.shutdown()
-        self._tell(lambda: self._ended(reason))
+        self._call_on_loop(lambda: self._ended(reason))
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_on_loop(self, function: Callable[[], None]) -> None:
         """Run a function on the event loop, unless the loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
@@ -103,17 +103,17 @@ class LocalEngine:
 
     # -- Outlet: called from the engine's thread -------------------------------------------------
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         """Pass the outputs of a step to the event loop."""
         if step.outputs or step.utility_results:
-            self._tell(lambda: self._said(step))
+            self._call_on_loop(lambda: self._deliver(step))
 
     def report(self, report: EngineReport) -> None:
         """Do nothing: there is no coordinator."""
 
     # -- callbacks on the event loop -------------------------------------------------------------
 
-    def _said(self, step: CoreStep) -> None:
+    def _deliver(self, step: CoreStep) -> None:
         now = time.monotonic()
         for output in step.outputs.get(_FRONT_END, ()):
             stream = self._streams.get(output.id)
@@ -121,7 +121,7 @@ class LocalEngine:
                 continue
             last = output.finish_reason is not None
             if output.timing is not None:
-                stream.times.said(output.timing, now, last=last)
+                stream.times.record_timing(output.timing, now, last=last)
             if last:
                 del self._streams[output.id]
             stream.put(output)
@@ -157,7 +157,7 @@ class LocalEngine:
     async def wait_for_engines(self) -> None:
         pass
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         if self._error:
             raise NoEngineAvailable(self._error)
 
@@ -208,23 +208,25 @@ class LocalEngine:
         arguments: dict[str, UtilityValue],
         within: float = 120.0,
     ) -> list[UtilityResult]:
-        self.check_takes_requests()
+        self.check_accepts_requests()
         self._next_id += 1
         answer: asyncio.Future[UtilityResult] = self._loop.create_future()
         self._calls[self._next_id] = answer
         self._inbox.put(UtilityCall(self._next_id, _FRONT_END, name, arguments))
         return [await answer]
 
-    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+    async def order_fleet(
+        self, request: FleetRequest, within: float = 120.0
+    ) -> list[UtilityResult]:
         raise NoEngineAvailable("There is no fleet: call the utilities of the engine.")
 
     def submit(
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
-        self.check_takes_requests()
+        self.check_accepts_requests()
         self._next_id += 1
         message = msgspec.structs.replace(message, id=self._next_id, front_end=_FRONT_END)
         stream = RequestStream(message, self._close, pinned_rank, unread)

@@ -70,15 +70,15 @@ class WeightSender:
             "timeout": timeout,
         }  # fmt: skip
         spec = GroupSpec(join_host_port(host, port), 0, size, 0, timeout)
-        asked = self._pool.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
+        answer = self._pool.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
         self.group: PlainGroup | None = None
         """Group of this trainer (rank 0) and the engines; None once closed."""
         try:
             self.group = join_plain_group(spec, device, listener)
-            asked.result()
+            answer.result()
         except (GroupBroken, TransferFailed) as error:
             self.close()
-            raise _reason(asked, error) from error
+            raise _reason(answer, error) from error
 
     def send(self, tensors: Mapping[str, Tensor], version: str | None = None) -> None:
         """Replace the weights of all engines, between two of their steps.
@@ -98,15 +98,15 @@ class WeightSender:
             "shapes": [list(each.shape) for each in tensors.values()],
         }
         body = {"update_info": info, "weight_version": version}
-        asked = self._pool.submit(self._call, "/update_weights", body)
+        answer = self._pool.submit(self._call, "/update_weights", body)
         try:
             for each in tensors.values():
                 values = each.detach().to(self._device).contiguous()
-                self.group.broadcast(values, lambda: not asked.done())
-            asked.result()
+                self.group.broadcast(values, lambda: not answer.done())
+            answer.result()
         except (GroupBroken, TransferFailed) as error:
             self.close()
-            raise _reason(asked, error) from error
+            raise _reason(answer, error) from error
 
     def close(self) -> None:
         """Leave the group."""
@@ -127,17 +127,17 @@ class WeightSender:
         )
         try:
             with urllib.request.urlopen(request, timeout=self._timeout + HTTP_MARGIN) as answer:
-                said: dict[str, Any] = json.load(answer)
-                return said
+                result: dict[str, Any] = json.load(answer)
+                return result
         except urllib.error.HTTPError as error:
             raise TransferFailed(f"{path}: {error.code}: {error.read().decode()}") from error
         except OSError as error:
             raise TransferFailed(f"{path}: {error}") from error
 
 
-def _reason(asked: "Future[dict[str, Any]]", error: Exception) -> TransferFailed:
+def _reason(answer: "Future[dict[str, Any]]", error: Exception) -> TransferFailed:
     """Prefer the server's reason, if it arrives soon, over the network error."""
     with contextlib.suppress(TimeoutError):
-        if (said := asked.exception(_ANSWERS_WITHIN)) is not None:
-            return TransferFailed(str(said))
+        if (reason := answer.exception(_ANSWERS_WITHIN)) is not None:
+            return TransferFailed(str(reason))
     return TransferFailed(str(error))

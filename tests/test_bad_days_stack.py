@@ -6,7 +6,7 @@ The most telling days; `python -m benchmarks.bad_days` lives through all of them
 
 import pytest
 
-from benchmarks.bad_days import DAYS, live_through
+from benchmarks.bad_days import SCENARIOS, run_scenario
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.stack
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
     "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
 )
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
-    outcome = live_through(DAYS[name], clients=6, within=PATIENCE)
+    outcome = run_scenario(SCENARIOS[name], clients=6, recovery_seconds=PATIENCE)
     assert outcome.failures == []
-    assert outcome.whole_after is not None, "never whole again"
+    assert outcome.recovered_after is not None, "never whole again"
     assert outcome.stopped_cleanly

@@ -103,7 +103,7 @@ STATE_MACHINES = [
         for name in (
             "coordinator/events.py", "coordinator/formation.py", "coordinator/groups.py",
             "coordinator/placement.py", "coordinator/state.py", "coordinator/wave.py",
-            "engine/core/ending.py", "engine/core/halting.py", "engine/core/front_ends.py",
+            "engine/core/shutdown.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/wave_clock.py",
             "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
@@ -138,7 +138,7 @@ def test_what_decides_knows_no_tensors_sockets_or_clocks(
 
 
 TELLS_THE_TIME = {
-    "server/api/services.py", "server/store/sqlite.py", "server/api/responses/keeping.py",
+    "server/api/services.py", "server/store/sqlite.py", "server/api/responses/request_storage.py",
     "server/api/generation.py", "server/api/status.py",
     "server/observe/engine_metrics.py", "server/api/vectors/pooled_call.py",
     "engine/kv_events/publisher.py", "server/fleet/usage_report.py",

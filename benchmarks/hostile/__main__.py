@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.hostile.operations import OPERATIONS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
-_TELL_EVERY = 10.0
+_PRINT_EVERY = 10.0
 """Seconds between progress lines without a terminal."""
 
 
@@ -75,21 +75,21 @@ def main() -> None:
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
     share = arguments.share
-    given = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
+    arguments_of = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
     due = time.monotonic()
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:
             task = progress.add_task(kind, total=None)
-            for name in getattr(trial, kind)(*given.get(kind, ())):
+            for name in getattr(trial, kind)(*arguments_of.get(kind, ())):
                 progress.update(task, description=f"{kind}: {name}", advance=1)
                 if not console.is_terminal and time.monotonic() >= due:
-                    due = time.monotonic() + _TELL_EVERY
+                    due = time.monotonic() + _PRINT_EVERY
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)
             progress.update(task, total=1, completed=1)
     console.print(table(trial))
-    for each in trial.left:
+    for each in trial.leftovers:
         console.print(f"[red]left behind:[/] {each}")
-    sys.exit(1 if trial.left or any(row.wrong for row in trial.rows) else 0)
+    sys.exit(1 if trial.leftovers or any(row.wrong for row in trial.rows) else 0)
 
 
 if __name__ == "__main__":

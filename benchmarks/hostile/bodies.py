@@ -78,9 +78,9 @@ def _of_fields(fields: Schema, document: Schema, right: dict[str, Any]) -> Itera
         comma = ", " if rest else ""
         for path, value in _values(of_field, document, _LEVELS):
             size = sum(map(len, value))
-            told = f"{size} bytes" if size > 60 else "".join(value)
+            label = f"{size} bytes" if size > 60 else "".join(value)
             start = f"{{{rest}{comma}{json.dumps(field)}: "
-            yield Body(f"{field}{path}: {told}", (start, *value, "}"))
+            yield Body(f"{field}{path}: {label}", (start, *value, "}"))
 
 
 def _variants(schema: Schema) -> list[Schema]:
@@ -172,10 +172,10 @@ def _large_strings() -> list[str]:
 def _arrays(schema: Schema, document: Schema, levels: int) -> Iterator[tuple[str, Value]]:
     items = schema.get("items", {})
     simple = _simple(items, document)
-    most = schema.get("maxItems")
+    max_items = schema.get("maxItems")
     numbers = {LARGE // (len(simple) + 1), 1000}
-    if most is not None:
-        numbers |= {most, most + 1}
+    if max_items is not None:
+        numbers |= {max_items, max_items + 1}
     for number in sorted(numbers):
         if number * (len(simple) + 1) <= LARGE + 2**20:
             yield "", (_repeated(simple, number),)

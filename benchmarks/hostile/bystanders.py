@@ -53,13 +53,13 @@ class Bystanders:
         self.complete, self.broken, gaps = json.loads(text or "[0, 0, []]")
         self.gaps = [(when, gap) for when, gap in gaps]
 
-    def between(self, began: float, ended: float) -> list[float]:
+    def between(self, start: float, end: float) -> list[float]:
         """Return the gaps of tokens that arrived in an interval."""
-        return [gap for when, gap in self.gaps if began <= when <= ended]
+        return [gap for when, gap in self.gaps if start <= when <= end]
 
-    def median_between(self, began: float, ended: float) -> float | None:
+    def median_between(self, start: float, end: float) -> float | None:
         """Return the median gap of tokens in an interval; None if there are under ten."""
-        found = self.between(began, ended)
+        found = self.between(start, end)
         return median(found) if len(found) >= 10 else None
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 Address = tuple[str, int]
 Attack = Callable[[Address], str]
 
-_LOOK = 0.05
+_POLL_INTERVAL = 0.05
 """Seconds between checks whether an exchange is over."""
 _PATIENCE = 8.0
 """Seconds after which an attack ends even if the server does not stop it."""
@@ -59,7 +59,7 @@ def exchange(
         with contextlib.suppress(OSError):
             while not _complete(data):
                 if over is not None:
-                    while not select.select([connection], [], [], _LOOK)[0]:
+                    while not select.select([connection], [], [], _POLL_INTERVAL)[0]:
                         if over.is_set():
                             return 0, data
                 piece = connection.recv(1 << 16)
@@ -80,14 +80,14 @@ def _complete(data: bytes) -> bool:
     return body.endswith(b"0\r\n\r\n")
 
 
-def _stream_of(address: Address, first: bytes, piece: bytes, most: int) -> str:
-    """Send `first`, then `piece` repeatedly until the server closes, up to `most` bytes."""
-    sent, began = 0, time.monotonic()
+def _stream_of(address: Address, first: bytes, piece: bytes, limit: int) -> str:
+    """Send `first`, then `piece` repeatedly until the server closes, up to `limit` bytes."""
+    sent, started_at = 0, time.monotonic()
     with socket.create_connection(address, 5) as connection:
         connection.settimeout(1)
         try:
             connection.sendall(first)
-            while sent < most and time.monotonic() - began < _PATIENCE:
+            while sent < limit and time.monotonic() - started_at < _PATIENCE:
                 connection.sendall(piece)
                 sent += len(piece)
         except TimeoutError:
@@ -202,7 +202,7 @@ def unfinished_uploads(address: Address, count: int = 16, size: int = 60 << 20) 
             else:
                 ends["taken"] += 1
         time.sleep(0.2)  # accepted data is buffered now
-    return _told(ends)
+    return _summary(ends)
 
 
 def abandoned_uploads(address: Address) -> str:
@@ -238,11 +238,11 @@ def _held_open(address: Address, firsts: list[bytes], drip: bytes) -> str:
         for connection, first in zip(connections, firsts, strict=False):
             with contextlib.suppress(OSError):
                 connection.sendall(first)
-        began, opened = time.monotonic(), len(connections)
-        while connections and time.monotonic() - began < _PATIENCE:
+        started_at, opened = time.monotonic(), len(connections)
+        while connections and time.monotonic() - started_at < _PATIENCE:
             time.sleep(0.5)
             connections = [each for each in connections if _still_open(each, drip)]
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started_at
         return f"{opened} opened, {len(connections)} open after {seconds:.1f} s"
 
 
@@ -310,7 +310,7 @@ def hang_ups(address: Address) -> str:
     return "300 begun"
 
 
-def _told(ends: Counter[str]) -> str:
+def _summary(ends: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in ends.items())
 
 

@@ -67,20 +67,20 @@ def full_disk() -> tuple[str, list[str]]:
             "--socket-dir", str(disk / "node"), "--log-level", "error",
         ) as stack,
     ):  # fmt: skip
-        began = {name: process.pid for name, process in stack.processes().items()}
-        before = _keep(stack.url)
+        pids = {name: process.pid for name, process in stack.processes().items()}
+        before = _store_responses(stack.url)
         fill(disk)
         _ask(f"{stack.url}/admin/scale", {"data_parallel_size": 2})
-        after = _keep(stack.url)
+        after = _store_responses(stack.url)
         now = {name: process.pid for name, process in stack.processes().items()}
-        died = [name for name, pid in began.items() if now.get(name) != pid]
+        died = [name for name, pid in pids.items() if now.get(name) != pid]
     wrong = [f"{name} died" for name in died]
     for when, statuses in (("before it was full", before), ("on a full disk", after)):
         wrong += [f"{n} times {what} {when}" for what, n in statuses.items() if what != "kept"]
     return f"{before['kept'] + after['kept']} kept on {disk_bytes >> 20} MB", wrong
 
 
-def _keep(url: str) -> Counter[str]:
+def _store_responses(url: str) -> Counter[str]:
     """Store and read responses; return counts of the outcomes."""
     found: Counter[str] = Counter()
     body = {"input": "hi", "max_output_tokens": 1, "store": True, "metadata": _METADATA}

@@ -30,26 +30,26 @@ def slowdown(
         seconds: duration of each interval.
         path: request path.
     """
-    place = address_of(url)
+    address = address_of(url)
     wire = request(path, json.dumps(body).encode())
-    turns: list[tuple[float, float, float, float]] = []
-    with Bystanders(url, NUM_STREAMS) as beside:
+    rounds_run: list[tuple[float, float, float, float]] = []
+    with Bystanders(url, NUM_STREAMS) as bystanders:
         time.sleep(2 * _SETTLING)
         for _ in range(rounds):
-            began = time.monotonic()
+            started_at = time.monotonic()
             time.sleep(seconds)
-            calm = time.monotonic()
-            attack = _Repeated(place, wire)
+            calm_at = time.monotonic()
+            attack = _Repeated(address, wire)
             time.sleep(_SETTLING + seconds)
             ended = time.monotonic()
             attack.stop()
             time.sleep(_SETTLING)
-            turns.append((began, calm, calm + _SETTLING, ended))
+            rounds_run.append((started_at, calm_at, calm_at + _SETTLING, ended))
     ratios = []
-    for began, calm, attacked, ended in turns:
+    for started_at, calm_at, attacked, ended in rounds_run:
         without, beside_it = (
-            beside.median_between(began, calm),
-            beside.median_between(attacked, ended),
+            bystanders.median_between(started_at, calm_at),
+            bystanders.median_between(attacked, ended),
         )
         if without is None or beside_it is None:  # the streams stalled
             ratios.append(float("inf"))

@@ -8,7 +8,7 @@ from benchmarks.hostile.large import SIZE
 from benchmarks.hostile.requests import Request
 from server.limits import MAX_INPUT_TOKENS, MAX_JSON_VALUES, MAX_PROMPTS
 
-RIGHT_INPUTS: dict[str, dict[str, Any]] = {
+VALID_INPUTS: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["What news?"]},
     "/pooling": {"input": [[1, 2, 3]]},
     "/score": {"text_1": "What news?", "text_2": ["None", "Good"]},

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.hostile.operations import Ask
-from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH, MAX_MESSAGES
+from server.limits import MAX_ADDED_ITEMS, MAX_MESSAGES, MAX_STORED_LENGTH
 
 _TURN = {"role": "user", "content": ""}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}
@@ -13,7 +13,7 @@ _ITEM_BYTES = 128
 """Approximate stored size of an item without text."""
 
 
-class Kept(NamedTuple):
+class StoredCase(NamedTuple):
     """A request that refers to stored content; GET if there is no body."""
 
     name: str
@@ -21,16 +21,16 @@ class Kept(NamedTuple):
     body: dict[str, Any] | None = None
 
 
-def kept_requests(ask: Ask) -> Iterator[Kept]:
+def stored_requests(ask: Ask) -> Iterator[StoredCase]:
     """Store content of maximum size; yield requests that refer to it."""
-    for name, made in (
+    for name, create in (
         ("many turns in a conversation", functools.partial(_conversation, ask, "")),
         ("long turns in a conversation", functools.partial(_conversation, ask, "a " * 50_000)),
     ):
-        goes_on = {**_RESPONSE, "conversation": made()}
-        yield from _asked(name, goes_on)
-        yield Kept(
-            f"{name}, listed", f"/v1/conversations/{goes_on['conversation']}/items?limit=100"
+        follow_up = {**_RESPONSE, "conversation": create()}
+        yield from _asked(name, follow_up)
+        yield StoredCase(
+            f"{name}, listed", f"/v1/conversations/{follow_up['conversation']}/items?limit=100"
         )
     yield from _asked("many turns before", {**_RESPONSE, "previous_response_id": _chain(ask)})
     answer = ask("/v1/responses", {"input": "hi", "max_output_tokens": 200, "ignore_eos": True})
@@ -38,17 +38,17 @@ def kept_requests(ask: Ask) -> Iterator[Kept]:
     yield from _asked("one answer referred to many times", {**_RESPONSE, "input": references})
 
 
-def _asked(name: str, body: dict[str, Any]) -> Iterator[Kept]:
-    yield Kept(name, "/v1/responses", body)
+def _asked(name: str, body: dict[str, Any]) -> Iterator[StoredCase]:
+    yield StoredCase(name, "/v1/responses", body)
     counted = {field: value for field, value in body.items() if field != "max_output_tokens"}
-    yield Kept(f"{name}, counted", "/v1/responses/input_tokens", counted)
+    yield StoredCase(f"{name}, counted", "/v1/responses/input_tokens", counted)
 
 
 def _conversation(ask: Ask, text: str) -> str:
     """Fill a conversation with turns; return its id."""
     name: str = ask("/v1/conversations", {})["id"]
     turns = [{**_TURN, "content": text}] * MAX_ADDED_ITEMS
-    number = min(MAX_MESSAGES, MAX_KEPT_LENGTH // (len(text) + _ITEM_BYTES) - 1)
+    number = min(MAX_MESSAGES, MAX_STORED_LENGTH // (len(text) + _ITEM_BYTES) - 1)
     for _ in range(number // MAX_ADDED_ITEMS):
         ask(f"/v1/conversations/{name}/items", {"items": turns})
     return name

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.hostile.inputs import RIGHT_INPUTS
+from benchmarks.hostile.inputs import VALID_INPUTS
 
 _HI = [{"role": "user", "content": "hi"}]
 _PROMPT = {"prompt": "ROMEO:", "max_tokens": 1}
@@ -12,11 +12,11 @@ _RESPONSE = {"input": "hi", "max_output_tokens": 1}
 _MESSAGE = {"model": "swell-shakespeare", "messages": _HI}
 
 
-_POOLING = RIGHT_INPUTS | {
+_POOLING = VALID_INPUTS | {
     "/classify": {"input": ["What news?"]},
-    "/v1/score": RIGHT_INPUTS["/score"],
-    "/v1/rerank": RIGHT_INPUTS["/rerank"],
-    "/v2/rerank": RIGHT_INPUTS["/rerank"],
+    "/v1/score": VALID_INPUTS["/score"],
+    "/v1/rerank": VALID_INPUTS["/rerank"],
+    "/v2/rerank": VALID_INPUTS["/rerank"],
 }
 """Operations of pooling models only."""
 

@@ -85,18 +85,18 @@ QUEUES = (
 
 def _seconds(address: Address, key: str, path: str, body: dict[str, Any]) -> tuple[float, int]:
     wire = request(path, json.dumps(body).encode(), f"Authorization: Bearer {key}")
-    began = time.monotonic()
+    started_at = time.monotonic()
     status, _ = exchange(address, wire, _PATIENCE)
-    return time.monotonic() - began, status
+    return time.monotonic() - started_at, status
 
 
-def _flood(address: Address, queue: Queue, sent: Any, left: Any) -> None:
+def _flood(address: Address, queue: Queue, sent: Any, remaining: Any) -> None:
     """Send all requests of the greedy tenant, counting down unanswered ones."""
 
     def ask(body: dict[str, Any]) -> None:
         _seconds(address, _GREEDY, queue.path, body)
-        with left.get_lock():
-            left.value -= 1
+        with remaining.get_lock():
+            remaining.value -= 1
 
     threads = [threading.Thread(target=ask, args=(body,)) for body in queue.greedy]
     for thread in threads:
@@ -118,21 +118,21 @@ def waits(*flags: str) -> Iterator[tuple[str, str, list[str]]]:
         loop = f"{front_end}/task/{front_end}"
         for queue in QUEUES:
             _seconds(address, _OTHER, queue.path, queue.other)  # warm up
-            alone = min(_seconds(address, _OTHER, queue.path, queue.other)[0] for _ in range(3))
-            sent, left = spawned.Event(), spawned.Value("i", len(queue.greedy))
-            flood = spawned.Process(target=_flood, args=(address, queue, sent, left))
+            baseline = min(_seconds(address, _OTHER, queue.path, queue.other)[0] for _ in range(3))
+            sent, remaining = spawned.Event(), spawned.Value("i", len(queue.greedy))
+            flood = spawned.Process(target=_flood, args=(address, queue, sent, remaining))
             flood.start()  # in a separate process, so that reading its answers delays nothing here
             sent.wait(_PATIENCE)
             time.sleep(_BEFORE)
             waited = processor_waits(loop)
-            beside, status = _seconds(address, _OTHER, queue.path, queue.other)
-            waited, still = processor_waits(loop) - waited, left.value
+            during, status = _seconds(address, _OTHER, queue.path, queue.other)
+            waited, still = processor_waits(loop) - waited, remaining.value
             flood.join()
             wrong = [] if status == 200 else [f"the other tenant was answered {status}"]
-            if beside - waited > alone + MAX_WAIT:
-                wrong.append(f"the other tenant waited {beside:.1f} s")
-            told = (
-                f"{alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside it, "
+            if during - waited > baseline + MAX_WAIT:
+                wrong.append(f"the other tenant waited {during:.1f} s")
+            summary = (
+                f"{baseline * 1e3:.0f} ms alone, {during * 1e3:.0f} ms beside it, "
                 f"{waited * 1e3:.0f} of them for a processor; {still} left"
             )
-            yield f"{queue.name} of another tenant", told, wrong
+            yield f"{queue.name} of another tenant", summary, wrong

@@ -75,8 +75,8 @@ def hostile_requests(address: Address, document: dict[str, Any]) -> dict[str, li
     fields = field_attacks(
         [each for each in OPERATIONS.values() if not each.pools], document, keep_something(ask)
     )
-    made = costly_requests(), pattern_requests(), grammar_requests(), large_requests()
-    kinds = [_posts([(each.path, each.body) for each in requests]) for requests in made]
+    requests_by_kind = costly_requests(), pattern_requests(), grammar_requests(), large_requests()
+    kinds = [_posts([(each.path, each.body) for each in requests]) for requests in requests_by_kind]
     longs = [("/v1/completions", json.dumps(body).encode()) for body in long_requests().values()]
 
     def unread(address: Address, key: str) -> str:
@@ -122,7 +122,7 @@ def _attack_together(
     kinds: dict[str, list[Send]],
     seed: int,
     over: Event,
-    told: "Connection[Counter[str], Any]",
+    receiver: "Connection[Counter[str], Any]",
 ) -> None:
     """Attack with each key until `over` is set, in this process, at low priority."""
     os.setsid()  # Linux may divide CPU time between sessions before it considers niceness
@@ -138,7 +138,7 @@ def _attack_together(
         thread.start()
     for thread in threads:
         thread.join()
-    told.send(sent)
+    receiver.send(sent)
 
 
 def _p99(gaps: list[float]) -> float:
@@ -167,37 +167,37 @@ def soak(minutes: float, peace: float, seed: int, flags: Sequence[str]) -> list[
             "--api-key-file", str(file), *flags, timeout=300.0,
         ) as stack:  # fmt: skip
             address = address_of(stack.url)
-            asked = urllib.request.Request(
+            schema_request = urllib.request.Request(
                 f"{stack.url}/openapi.json", headers={"Authorization": f"Bearer {_HONEST}"}
             )
-            with urllib.request.urlopen(asked, timeout=20) as answer:
+            with urllib.request.urlopen(schema_request, timeout=20) as answer:
                 kinds = hostile_requests(address, json.load(answer))
             before = {name: process.pid for name, process in stack.processes().items()}
             forks = multiprocessing.get_context("fork")
-            over, (told, tells) = forks.Event(), forks.Pipe(duplex=False)
+            over, (receiver, sender) = forks.Event(), forks.Pipe(duplex=False)
             attackers = forks.Process(
                 target=_attack_together,
-                args=(address, keys * AT_ONCE, kinds, seed, over, tells),
+                args=(address, keys * AT_ONCE, kinds, seed, over, sender),
             )
             with Bystanders(stack.url, NUM_STREAMS, _HONEST) as honest:
                 time.sleep(_SETTLING)
-                calm = time.monotonic()
+                calm_at = time.monotonic()
                 time.sleep(peace)
-                began = time.monotonic()
+                attack_at = time.monotonic()
                 attackers.start()
                 time.sleep(minutes * 60)
                 ended = time.monotonic()
                 over.set()
-                sent = told.recv()
+                sent = receiver.recv()
                 attackers.join()
             wrong = _unexpected(stack, before)
-    quiet, loud = honest.between(calm, began), honest.between(began, ended)
-    ratio = _p99(loud) / _p99(quiet)
+    calm_gaps, attack_gaps = honest.between(calm_at, attack_at), honest.between(attack_at, ended)
+    ratio = _p99(attack_gaps) / _p99(calm_gaps)
     print(f"hostile requests: {dict(sent)}, {sent.total()} in all")
     print(f"honest streams: {honest.complete} complete, {honest.broken} not")
     print(
-        f"p99 gap: {_p99(quiet) * 1e3:.1f} ms of {len(quiet)} in peace, "
-        f"{_p99(loud) * 1e3:.1f} ms of {len(loud)} beside them, {ratio:.2f} times"
+        f"p99 gap: {_p99(calm_gaps) * 1e3:.1f} ms of {len(calm_gaps)} in peace, "
+        f"{_p99(attack_gaps) * 1e3:.1f} ms of {len(attack_gaps)} beside them, {ratio:.2f} times"
     )
     if honest.broken or not honest.complete:
         wrong.append(f"{honest.broken} honest streams were not complete")

@@ -24,8 +24,8 @@ from benchmarks.hostile.connections import (
 )
 from benchmarks.hostile.disks import full_disk
 from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import RIGHT_INPUTS, costly_inputs
-from benchmarks.hostile.kept import kept_requests
+from benchmarks.hostile.inputs import VALID_INPUTS, costly_inputs
+from benchmarks.hostile.kept import stored_requests
 from benchmarks.hostile.large import large_requests
 from benchmarks.hostile.operations import (
     ADMIN_OPERATIONS,
@@ -89,8 +89,8 @@ class Row:
     size: int
     """Bytes of the request's body; 0 if there is no single one."""
     cost: Cost
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
     wrong: list[str] = field(default_factory=list)
     """Exceeded bounds, and unexpected answers."""
     gap_ratio: float | None = None
@@ -114,7 +114,7 @@ class Trial:
         bystanders: int = NUM_BYSTANDERS,
     ) -> None:
         self.rows: list[Row] = []
-        self.left: list[str] = []
+        self.leftovers: list[str] = []
         """Resources still in use some time after the last attack."""
         self._more_attempts = MORE_ATTEMPTS
         self._key = key
@@ -136,10 +136,10 @@ class Trial:
         self._watch = self._opened.enter_context(
             Watch(self._stack.url, self._processes["api 0"].pid)
         )
-        self._keep()  # warm up
-        self._beside: Bystanders | None = None
+        self._store_objects()  # warm up
+        self._bystanders: Bystanders | None = None
         if self._num_bystanders:
-            self._beside = self._opened.enter_context(
+            self._bystanders = self._opened.enter_context(
                 Bystanders(self._stack.url, self._num_bystanders, self._key)
             )
             self._calm_from = time.monotonic()
@@ -150,7 +150,7 @@ class Trial:
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
         try:
-            self.left = self._left()
+            self.leftovers = self._find_leftovers()
         finally:
             self._stack.__exit__(*error)
         self._judge_gaps()
@@ -170,10 +170,10 @@ class Trial:
             paths: paths of the operations.
             part: (K, N) for every N-th value, starting with the K-th, to send the values in N runs.
         """
-        kept = self._keep()
+        stored_ids = self._store_objects()
         operations = [OPERATIONS[path] for path in paths]
         fitting = [each for each in operations if each.pools or not self._pools]
-        return self._worst_values(fitting, kept, share, part)
+        return self._worst_values(fitting, stored_ids, share, part)
 
     def admin(self, share: float = 1.0) -> Iterator[str]:
         """Send extreme values to the operator's endpoints, without the admin key and with it."""
@@ -189,12 +189,12 @@ class Trial:
     def _worst_values(
         self,
         operations: Sequence[Operation],
-        kept: dict[str, str],
+        stored_ids: dict[str, str],
         share: float,
         part: tuple[int, int] = (1, 1),
     ) -> Iterator[str]:
         document = json.loads(self._get("/openapi.json"))
-        found = list(piece(_spread(field_attacks(operations, document, kept), share), part))
+        found = list(piece(_spread(field_attacks(operations, document, stored_ids), share), part))
         number = 0
         for path, group in itertools.groupby(found, key=lambda attack: attack[0]):
             worst: Row | None = None
@@ -209,15 +209,17 @@ class Trial:
             if worst is not None and not worst.wrong:
                 self.rows.append(worst)
 
-    def _keep(self) -> dict[str, str]:
+    def _store_objects(self) -> dict[str, str]:
         """Send every valid body once; return the ids of stored objects."""
-        kept = {} if self._pools else keep_something(self._ask)
+        stored_ids = {} if self._pools else keep_something(self._ask)
         for operation in OPERATIONS.values():
             if operation.pools or not self._pools:
                 for right in operation.rights:
-                    wire = json.dumps(named(right, kept)).encode()
-                    exchange(self._address, self._as_owner(operation.path.format(**kept), wire))
-        return kept
+                    wire = json.dumps(named(right, stored_ids)).encode()
+                    exchange(
+                        self._address, self._as_owner(operation.path.format(**stored_ids), wire)
+                    )
+        return stored_ids
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Set up server state before an attack that uses it."""
@@ -245,7 +247,7 @@ class Trial:
 
     def inputs(self) -> Iterator[str]:
         """Send requests for vectors and scores at their limits."""
-        for path, right in RIGHT_INPUTS.items():
+        for path, right in VALID_INPUTS.items():
             self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
         return self._each(costly_inputs())
 
@@ -255,7 +257,7 @@ class Trial:
 
     def kept(self) -> Iterator[str]:
         """Continue from, and list, the maximum that the server stores."""
-        for each in kept_requests(self._ask):
+        for each in stored_requests(self._ask):
             if each.body is None:
                 self._ask_for(each.name, each.path)
             else:
@@ -282,9 +284,9 @@ class Trial:
         """Measure the effect of long requests on other streams, alternating with and without
         them."""
         for name, body in long_requests().items():
-            began = time.monotonic()
+            started_at = time.monotonic()
             ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
-            row = Row(name, "", 0, Cost(0, 0.0, 0.0), began, time.monotonic(), gap_ratio=ratio)
+            row = Row(name, "", 0, Cost(0, 0.0, 0.0), started_at, time.monotonic(), gap_ratio=ratio)
             if ratio > GAP_BOUND:
                 row.wrong.append(f"others' gaps {ratio:.2f} times as long")
             self.rows.append(row)
@@ -312,23 +314,23 @@ class Trial:
         for name, requests in unread_answers(self._ask, self._headers):
             leave = functools.partial(leave_unread, self._address, requests)
             # a front end buffers this much unread data per tenant
-            self.rows.append(self._measured(name, 0, leave, held=MAX_UNSENT_OF_ONE))
+            self.rows.append(self._measured(name, 0, leave, held_bytes=MAX_UNSENT_OF_ONE))
             yield name
 
     def disks(self) -> Iterator[str]:
         """Fill the disk of a separate server; requires root."""
-        name, began = "full disk", time.monotonic()
+        name, started_at = "full disk", time.monotonic()
         outcome, wrong = full_disk()
         nothing = Cost(0, 0.0, 0.0)
-        self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
+        self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
         yield name
 
     def queues(self) -> Iterator[str]:
         """In a separate server, fill each queue before the engines for one of two tenants."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         for name, outcome, wrong in waits():
             nothing = Cost(0, 0.0, 0.0)
-            self.rows.append(Row(name, outcome, 0, nothing, began, time.monotonic(), wrong))
+            self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
             yield name
 
     def _request(self, name: str, path: str, body: bytes) -> Row:
@@ -344,9 +346,11 @@ class Trial:
             row.wrong.append(f"answered {row.outcome}")
         return row
 
-    def _measured(self, name: str, size: int, attack: Callable[[], str], held: int = 0) -> Row:
+    def _measured(
+        self, name: str, size: int, attack: Callable[[], str], held_bytes: int = 0
+    ) -> Row:
         costs: list[Cost] = []
-        began = time.monotonic()
+        started_at = time.monotonic()
         while not costs or costs[-1].stall > STALL_BOUND:
             if len(costs) >= ATTEMPTS and self._more_attempts <= 0:
                 break
@@ -361,8 +365,8 @@ class Trial:
             min(each.stall for each in costs),
             min(each.silence for each in costs),
         )
-        row = Row(name, outcome, size, cost, began, time.monotonic())
-        if row.cost.memory > MEMORY_BOUND + size + held:
+        row = Row(name, outcome, size, cost, started_at, time.monotonic())
+        if row.cost.memory > MEMORY_BOUND + size + held_bytes:
             row.wrong.append(f"grew by {row.cost.memory >> 20} MB")
         if row.cost.stall > STALL_BOUND:
             row.wrong.append(f"kept the loop for {row.cost.stall * 1e3:.0f} ms")
@@ -371,15 +375,15 @@ class Trial:
     # -- afterwards ------------------------------------------------------------------------------
 
     def _judge_gaps(self) -> None:
-        if self._beside is None:
+        if self._bystanders is None:
             return
-        calm = self._beside.median_between(self._calm_from, self._calm_until)
+        calm = self._bystanders.median_between(self._calm_from, self._calm_until)
         for row in [each for each in self.rows if each.gap_ratio is None]:
-            gap = self._beside.median_between(row.began, row.ended)
+            gap = self._bystanders.median_between(row.started_at, row.ended_at)
             if calm is not None and gap is not None:
                 row.gap_ratio = gap / calm
 
-    def _left(self) -> list[str]:
+    def _find_leftovers(self) -> list[str]:
         """Return resources that are in use although there are no requests."""
         deadline = time.monotonic() + 90
         while (busy := self._busy()) and time.monotonic() < deadline:
@@ -401,20 +405,20 @@ class Trial:
 
     def _get(self, path: str) -> str:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        asked = urllib.request.Request(self._stack.url + path, headers=headers)
-        with urllib.request.urlopen(asked, timeout=90) as answer:
+        request = urllib.request.Request(self._stack.url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=90) as answer:
             text: str = answer.read().decode()
         return text
 
 
 def field_attacks(
-    operations: Iterable[Operation], document: dict[str, Any], kept: dict[str, str]
+    operations: Iterable[Operation], document: dict[str, Any], stored_ids: dict[str, str]
 ) -> Iterator[tuple[str, Body]]:
     """Yield each body, with its path."""
     for operation in operations:
-        path = operation.path.format(**kept)
+        path = operation.path.format(**stored_ids)
         content = document["paths"][operation.path]["post"]["requestBody"]["content"]
-        rights = [named(right, kept) for right in operation.rights]
+        rights = [named(right, stored_ids) for right in operation.rights]
         for body in bodies(content["application/json"]["schema"], document, rights):
             if (path, body.name) not in _OBEYED:
                 yield path, body

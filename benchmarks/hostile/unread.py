@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.hostile.connections import Address, wait_for_first_bytes
 from benchmarks.hostile.operations import Ask
-from server.limits import MAX_ADDED_ITEMS, MAX_KEPT_LENGTH
+from server.limits import MAX_ADDED_ITEMS, MAX_STORED_LENGTH
 
 _CONNECTIONS = 800
 _SECONDS = 1.0
@@ -23,7 +23,7 @@ def unread_answers(ask: Ask, headers: list[str]) -> Iterator[tuple[str, list[byt
     name = ask("/v1/responses", body)["id"]
     conversation = ask("/v1/conversations", {})["id"]
     turns = [{"role": "user", "content": "a " * 100_000}] * (MAX_ADDED_ITEMS // 2)
-    for _ in range(MAX_KEPT_LENGTH // 2_100_000):
+    for _ in range(MAX_STORED_LENGTH // 2_100_000):
         ask(f"/v1/conversations/{conversation}/items", {"items": turns})
     for what, path in (
         ("a large response", f"/v1/responses/{name}"),

@@ -45,8 +45,8 @@ class Watch:
 
     def __init__(self, url: str, pid: int) -> None:
         address = urlsplit(url)
-        place = (address.hostname or "127.0.0.1", str(address.port or 80))
-        self._command = [sys.executable, "-m", "benchmarks.hostile.watch", str(pid), *place]
+        host_port = (address.hostname or "127.0.0.1", str(address.port or 80))
+        self._command = [sys.executable, "-m", "benchmarks.hostile.watch", str(pid), *host_port]
 
     def __enter__(self) -> "Watch":
         self._process = subprocess.Popen(
@@ -135,7 +135,7 @@ class _Watcher:
         connection: socket.socket | None = None
         threads = f"{self._pid}/task/{self._pid}", "thread-self"
         while True:
-            began, waited = time.monotonic(), processor_waits(*threads)
+            started_at, waited = time.monotonic(), processor_waits(*threads)
             alive = False
             with contextlib.suppress(OSError):
                 connection = connection or socket.create_connection(self._address, _PATIENCE)
@@ -145,11 +145,11 @@ class _Watcher:
             if not alive and connection is not None:
                 connection.close()
                 connection = None
-            took, waited = time.monotonic() - began, processor_waits(*threads) - waited
+            seconds, waited = time.monotonic() - started_at, processor_waits(*threads) - waited
             with self._changed:
                 self._probes += 1
-                self._silence = max(self._silence, took)
-                self._stall = max(self._stall, took - waited)
+                self._silence = max(self._silence, seconds)
+                self._stall = max(self._stall, seconds - waited)
                 self._changed.notify_all()
             time.sleep(_INTERVAL)
 

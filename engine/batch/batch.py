@@ -11,11 +11,13 @@ import msgspec
 
 from engine.shared.messages import EncoderInput, PoolingParams, SamplingParams, TokenLogprob
 
-RULED_OUT = "the output cannot follow its grammar: the request rules out every token that it allows"
+GRAMMAR_CONFLICT = (
+    "the output cannot follow its grammar: the request rules out every token that it allows"
+)
 """Reason given when a request's parameters contradict its grammar."""
 
 
-TO_BE_DRAFTED = -1
+DRAFT_PLACEHOLDER = -1
 """Placeholder in a plan for a proposed token that the executor's draft model or head chooses."""
 
 
@@ -74,13 +76,13 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     which then has `counts[i] == 1 + len(proposed[i])`. They are computed as if they were part of
     the sequence, and a token is sampled after each. The executor keeps these samples up to and
     including the first that differs from the proposed token at its position. An executor with a
-    draft model or head gets `TO_BE_DRAFTED` instead of tokens, and chooses them.
+    draft model or head gets `DRAFT_PLACEHOLDER` instead of tokens, and chooses them.
 
     `adapters` are the versions to load into adapter slots, by slot, before anything else.
 
     An executor with an image encoder caches each image's embeddings by digest until a plan names it
-    in `forgotten`. Images in `encoded` are encoded after those evictions and before the rows, which
-    use only cached images.
+    in `evicted_images`. Images in `encoded` are encoded after those evictions and before the rows,
+    which use only cached images.
     """
 
     step: int
@@ -93,7 +95,7 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True):
     proposed: dict[int, list[int]] = {}
     adapters: dict[int, str] = {}
     encoded: list[EncoderInput] = []
-    forgotten: list[bytes] = []
+    evicted_images: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:

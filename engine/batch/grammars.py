@@ -28,7 +28,7 @@ class Grammars(Protocol):
     on_settled: Callable[[], None]
     """Called from another thread whenever a requested grammar is settled."""
 
-    def ask(self, spec: GrammarSpec, tenant: int) -> Grammar:
+    def request(self, spec: GrammarSpec, tenant: int) -> Grammar:
         """Return the grammar, compiled or not; it is cached while the result is referenced."""
 
     def assign(self, slot: int, grammar: Any) -> None:

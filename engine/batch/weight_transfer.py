@@ -42,7 +42,7 @@ class SentTensors(TensorFiles):
         return self.tensors[name]
 
 
-def announced(
+def announced_tensors(
     names: Sequence[str], types: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
     """Return the announced tensors, in order, on the device `meta`.
@@ -55,17 +55,17 @@ def announced(
             f"names, dtype_names and shapes have to be equally many: they are {len(names)}, "
             f"{len(types)} and {len(shapes)}"
         )
-    coming: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for name, type_name, shape in zip(names, types, shapes, strict=True):
         dtype = _TYPES.get(type_name)
         if dtype is None:
             raise CannotDo(f"{name} is of type {type_name}; it can be {', '.join(_TYPES)}")
-        if name in coming:
+        if name in expected:
             raise CannotDo(f"{name} is named twice")
         if not all(0 < size < 1 << 40 for size in shape) or not 0 < prod(shape) < 1 << 40:
             raise CannotDo(f"{name} cannot have the shape {list(shape)}")
-        coming[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return coming
+        expected[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return expected
 
 
 class WeightTransfer:
@@ -90,7 +90,7 @@ class WeightTransfer:
         self._max_values = max_values
         self._check = check
         self._lock = threading.Lock()
-        self._turn = 0
+        self._generation = 0
         """Incremented by `leave`: results of threads from an earlier turn are ignored."""
         self._group: PlainGroup | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -108,7 +108,7 @@ class WeightTransfer:
     def join(self, spec: GroupSpec) -> None:
         """Leave the previous trainer, and start joining this one."""
         self.leave()
-        self._begin("joining", partial(self._join, spec, self._turn))
+        self._start_thread("joining", partial(self._join, spec, self._generation))
 
     def start(self) -> None:
         """Begin an update in several parts; earlier tensors are dropped.
@@ -128,16 +128,16 @@ class WeightTransfer:
         Raises:
             CannotDo: there is no trainer, or the tensors do not match this model.
         """
-        group, coming = self._require_joined(), announced(names, types, shapes)
+        group, expected = self._require_joined(), announced_tensors(names, types, shapes)
         if not self.is_open:
             self._tensors.clear()
-            self._check(SentTensors(coming))
-        values = sum(each.numel() for each in (*self._tensors.values(), *coming.values()))
+            self._check(SentTensors(expected))
+        values = sum(each.numel() for each in (*self._tensors.values(), *expected.values()))
         if values > self._max_values:
             raise CannotDo(
                 f"{values} values are more than the {self._max_values} that the model has"
             )
-        self._begin("receiving", partial(self._receive, group, coming, self._turn))
+        self._start_thread("receiving", partial(self._receive, group, expected, self._generation))
 
     def take(self) -> SentTensors:
         """Return all received tensors, which ends the update.
@@ -148,14 +148,14 @@ class WeightTransfer:
         self._require_joined()
         if not self._tensors:
             raise CannotDo("the trainer has sent nothing")
-        taken, self._tensors = self._tensors, {}
+        tensors, self._tensors = self._tensors, {}
         self.is_open = False
-        return SentTensors(taken)
+        return SentTensors(tensors)
 
     def leave(self, reason: str = "it was left") -> None:
         """End the group and abort pending transfers; the trainer notices soon."""
         with self._lock:
-            self._turn += 1
+            self._generation += 1
             self._end(reason)
 
     def _require_joined(self) -> PlainGroup:
@@ -171,13 +171,13 @@ class WeightTransfer:
         self._tensors = {}
         self.error = reason
 
-    def _begin(self, phase: Phase, work: Callable[[], None]) -> None:
+    def _start_thread(self, phase: Phase, work: Callable[[], None]) -> None:
         self.phase, self.error = phase, ""
         threading.Thread(
-            target=self._run, args=(work, self._turn), name="trainer", daemon=True
+            target=self._run, args=(work, self._generation), name="trainer", daemon=True
         ).start()
 
-    def _run(self, work: Callable[[], None], turn: int) -> None:
+    def _run(self, work: Callable[[], None], generation: int) -> None:
         reason = ""
         try:
             work()
@@ -187,25 +187,25 @@ class WeightTransfer:
             logger.exception("weights of a trainer cannot be received")
             reason = f"{type(error).__name__}: {error}"
         with self._lock:
-            if turn != self._turn:
+            if generation != self._generation:
                 return
             if reason:
                 self._end(reason)
             else:
                 self.phase = "joined"
 
-    def _join(self, spec: GroupSpec, turn: int) -> None:
+    def _join(self, spec: GroupSpec, generation: int) -> None:
         group = join_plain_group(spec, self._device)
         with self._lock:
-            if turn == self._turn:
+            if generation == self._generation:
                 self._group = group
 
-    def _receive(self, group: PlainGroup, coming: Mapping[str, Tensor], turn: int) -> None:
+    def _receive(self, group: PlainGroup, expected: Mapping[str, Tensor], generation: int) -> None:
         received = {}
-        for name, like in coming.items():
+        for name, like in expected.items():
             values = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-            group.broadcast(values, lambda: turn == self._turn)
+            group.broadcast(values, lambda: generation == self._generation)
             received[name] = values.cpu()
         with self._lock:
-            if turn == self._turn:
+            if generation == self._generation:
                 self._tensors.update(received)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from engine.batch.executor import Executor, GroupExecutor
+from engine.core.adapter_manager import AdapterManager
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
@@ -16,7 +17,6 @@ from engine.core.events import (
 from engine.core.extensions import Extensions, Worker
 from engine.core.front_ends import CoreStep, FrontEnds, News
 from engine.core.halting import FLEET, Halting
-from engine.core.held_adapters import HeldAdapters
 from engine.core.operations import Operations
 from engine.core.steps import Steps
 from engine.core.utilities import carry_out
@@ -29,16 +29,16 @@ from engine.shared.config import EngineConfig
 from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     AbortRequests,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
+    ApplyAdapterTable,
     EngineSetup,
     EngineStats,
     ExpertLoad,
     FleetOrder,
-    HeldAdapter,
-    HoldAdapters,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvRole,
     RequestOutput,
     StartDpWave,
@@ -64,7 +64,7 @@ class EngineCore:
         kv_events: KvEventLog | None = None,
         clock: WaveClock | None = None,
         now: Callable[[], float] = time.monotonic,
-        on_adapters: Callable[[AdapterSheet, list[HeldAdapter]], None] = lambda *_: None,
+        on_adapters: Callable[[AdapterTable, list[AdapterLoadResult]], None] = lambda *_: None,
         on_setup: Callable[[EngineSetup], None] = lambda _: None,
         weight_version: str = "",
         kv_role: KvRole = "",
@@ -94,7 +94,7 @@ class EngineCore:
             tiers=tiers,
             events=kv_events,
         )
-        self.adapters = HeldAdapters(config.lora, executor.adapters, self._scheduler, on_adapters)
+        self.adapters = AdapterManager(config.lora, executor.adapters, self._scheduler, on_adapters)
         self._front_ends = FrontEnds()
         self.halting = Halting()
         self.steps = Steps(
@@ -140,7 +140,7 @@ class EngineCore:
             front_ends=self._front_ends,
             weights=WeightsSource(config.model.model, config.model.revision, weight_version),
             weights_dir=config.model.weights_dir,
-            is_divided=config.parallel.processes > 1 or config.parallel.enable_expert_parallel,
+            has_workers=config.parallel.processes > 1 or config.parallel.enable_expert_parallel,
             on_setup=on_setup,
             profiler_dir=config.executor.torch_profiler_dir,
             name=f"{rank}-{incarnation:x}",
@@ -236,17 +236,17 @@ class EngineCore:
                 pass
             case UtilityCall() | FleetOrder():
                 self._front_ends.results += carry_out(self.operations, event, self._rank)
-            case KvBlocksWanted(front_end, after):
-                self._front_ends.want_blocks(front_end, after)
-                self._tell_blocks()
+            case KvBlocksQuery(front_end, after):
+                self._front_ends.request_blocks(front_end, after)
+                self._answer_block_requests()
             case FrontEndJoined(index, incarnation):
                 self.front_end_joined(index, incarnation)
             case FrontEndLeft(index):
                 self.front_end_left(index)
             case PrerequisitesSettled():
                 self._front_ends.collect(self._scheduler.queue_compiled())
-            case HoldAdapters():
-                self.adapters.take(event.sheet)
+            case ApplyAdapterTable():
+                self.adapters.take(event.table)
             case AdaptersSettled():
                 self.adapters.settled()
             case StartDpWave():
@@ -269,35 +269,35 @@ class EngineCore:
     def step(self) -> CoreStep:
         """Advance by a step (see `Steps.advance`) and return everything to send."""
         self.steps.advance(may_launch=not self.halting.is_halted)
-        return self._take()
+        return self._take_messages()
 
     def land_together(self) -> CoreStep:
         """Run `Steps.land_together`, and return everything to send."""
         self.steps.land_together()
-        return self._take()
+        return self._take_messages()
 
     def answers(self) -> CoreStep | None:
         """Return messages that can be sent without a step; None if there are none."""
         has_news = self._front_ends.told != self._news
-        return self._take() if self._front_ends.has_mail or has_news else None
+        return self._take_messages() if self._front_ends.has_mail or has_news else None
 
-    def _take(self) -> CoreStep:
-        if self.adapters.lingers:
+    def _take_messages(self) -> CoreStep:
+        if self.adapters.keeps_unlisted:
             self.adapters.sweep()
         if self._kv_events is not None:
             self._kv_events.flush()
-        self._tell_blocks()
+        self._answer_block_requests()
         news = self._news
         changes_alone = news.alone != self._front_ends.told.alone
         return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
 
-    def _tell_blocks(self) -> None:
+    def _answer_block_requests(self) -> None:
         """Answer front ends that wait for changes of KV blocks, if there are any."""
-        for front_end, after in list(self._front_ends.wanted_blocks.items()):
+        for front_end, after in list(self._front_ends.block_requests.items()):
             changes = self._scheduler.blocks_since(after)
             if changes is not None:
                 blocks = KvBlocks(self._rank, self._incarnation, *changes)
-                self._front_ends.tell_blocks(front_end, blocks)
+                self._front_ends.answer_blocks(front_end, blocks)
 
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):

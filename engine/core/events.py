@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from engine.shared.messages import CoreInput, FleetOrder, FormGroup, HoldAdapters, StartDpWave
+from engine.shared.messages import ApplyAdapterTable, CoreInput, FleetOrder, FormGroup, StartDpWave
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AdaptersSettled:
 
 CoreEvent = (
     CoreInput | FrontEndJoined | FrontEndLeft | PrerequisitesSettled | AdaptersSettled | StartDpWave
-    | HoldAdapters | FleetOrder | Rejoined
+    | ApplyAdapterTable | FleetOrder | Rejoined
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class FrontEnds:
         """State last sent to all front ends."""
         self.results: list[tuple[int, UtilityResult]] = []
         """Answers to operators' calls, with the front end that called."""
-        self.wanted_blocks: dict[int, int] = {}
+        self.block_requests: dict[int, int] = {}
         """Front ends that wait for changes of KV blocks, with the newest change they know."""
         self._blocks: list[tuple[int, KvBlocks]] = []
         self._entries: dict[int, _FrontEnd] = {}
@@ -176,14 +176,14 @@ class FrontEnds:
         none."""
         return self._outputs.setdefault(front_end, [])
 
-    def want_blocks(self, front_end: int, after: int) -> None:
+    def request_blocks(self, front_end: int, after: int) -> None:
         """Record that a connected front end waits for changes of KV blocks after `after`."""
         if self.is_present(front_end):
-            self.wanted_blocks[front_end] = after
+            self.block_requests[front_end] = after
 
-    def tell_blocks(self, front_end: int, blocks: KvBlocks) -> None:
+    def answer_blocks(self, front_end: int, blocks: KvBlocks) -> None:
         """Answer a front end that waits for changes of KV blocks."""
-        del self.wanted_blocks[front_end]
+        del self.block_requests[front_end]
         self._blocks.append((front_end, blocks))
 
     def hand_over(
@@ -209,6 +209,6 @@ class FrontEnds:
     def _drop(self, index: int) -> None:
         """Drop messages to a process that has left."""
         self._outputs.pop(index, None)
-        self.wanted_blocks.pop(index, None)
+        self.block_requests.pop(index, None)
         self._blocks = [entry for entry in self._blocks if entry[0] != index]
         self.results = [entry for entry in self.results if entry[0] != index]

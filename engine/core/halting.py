@@ -18,8 +18,8 @@ def calls_of(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
         if level is None:
             calls.append(call("wake_up"))
         else:
-            goes_on = level == before.sleep_level and set(before.woken) < set(after.woken)
-            if not goes_on:
+            continues = level == before.sleep_level and set(before.woken) < set(after.woken)
+            if not continues:
                 calls.append(call("sleep", level=level, mode=after.sleep_mode))
             if after.woken:
                 calls.append(call("wake_up", tags=",".join(after.woken)))
@@ -50,7 +50,7 @@ class Halting:
         self.error = ""
         """Why that failed."""
 
-    def take_up(self, order: FleetOrder) -> list[UtilityCall]:
+    def accept(self, order: FleetOrder) -> list[UtilityCall]:
         """Accept a fleet order; return the calls that carry it out."""
         before = self.order
         if order.revision <= before.revision:

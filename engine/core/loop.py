@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from engine.core.ending import Ending
 from engine.core.events import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.front_ends import CoreStep
 from engine.core.hosted import HostedEngine
 from engine.core.sender import Outlet
+from engine.core.shutdown import Shutdown
 from engine.core.watchdog import StepWatch
 from engine.shared.messages import FormGroup
 
 IDLE_STATS_INTERVAL = 2.0
 """Seconds between stats of an idle engine, so that their age distinguishes stale from idle."""
 
-END_SECONDS = 0.005
+IDLE_STATS_DELAY = 0.005
 """Delay after the last step before idle stats are sent: the next request may arrive by
 then."""
 
@@ -28,7 +28,7 @@ crash."""
 class EngineLoop:
     """Steps while there is work, and otherwise blocks on the inbox.
 
-    `run` waits in real time. Tests with a simulated clock call `turn` instead, and override
+    `run` waits in real time. Tests with a simulated clock call `run_once` instead, and override
     `compute` and `settle`.
     """
 
@@ -40,7 +40,7 @@ class EngineLoop:
         watch: StepWatch,
         *,
         drain_timeout: float,
-        on_turn: Callable[[], None],
+        on_iteration: Callable[[], None],
         on_drain: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,22 +48,22 @@ class EngineLoop:
 
         Args:
             drain_timeout: seconds after which a draining engine exits with unfinished requests.
-            on_turn: called in every iteration.
+            on_iteration: called in every iteration.
             on_drain: notifies the cluster that the engine accepts nothing new.
             clock: returns monotonic seconds.
         """
         self._core = core
-        self._ending = Ending(core, drain_timeout)
+        self._shutdown = Shutdown(core, drain_timeout)
         self._inbox = inbox
         self._outlet = outlet
         self._watch = watch
-        self._on_turn = on_turn
+        self._on_iteration = on_iteration
         self._on_drain = on_drain
         self._clock = clock
-        self._tell_at = float("-inf")
+        self._next_stats_at = float("-inf")
         """When to send the stats of an idle engine again."""
         self.wait = 0.0
-        """Maximum seconds to wait for inbox items before the next `turn`."""
+        """Maximum seconds to wait for inbox items before the next `run_once`."""
         self.stopped: Stop | None = None
         """Why the loop has ended; None while it runs."""
 
@@ -74,11 +74,11 @@ class EngineLoop:
             StepFailed: the model or the bookkeeping failed; the engine cannot continue.
         """
         while self.stopped is None:
-            self._on_turn()
-            self.turn(receive(self._inbox, self.wait))
+            self._on_iteration()
+            self.run_once(receive(self._inbox, self.wait))
         return self.stopped
 
-    def turn(self, items: Sequence[InboxItem]) -> None:
+    def run_once(self, items: Sequence[InboxItem]) -> None:
         """Handle inbox items; then compute a step, send idle stats, or end the loop.
 
         Raises:
@@ -89,7 +89,7 @@ class EngineLoop:
         for item in items:
             match item:
                 case Drain() | Stop():
-                    self._ending.asked(item, now)
+                    self._shutdown.request(item, now)
                     if isinstance(item, Drain):
                         self._on_drain()
                 case Welcomed() | FormGroup():
@@ -97,18 +97,18 @@ class EngineLoop:
                 case _:
                     core.handle(item)
         self.wait = 0.0
-        self.stopped = self._ending.due(now)
+        self.stopped = self._shutdown.due(now)
         if self.stopped is not None:
             return
         if core.has_work:
             if not had_work:
                 # Reported first, or work that ends within one step would go unnoticed.
-                self._tell(now)
+                self._send_stats(now)
             self.compute(core.next_tokens)
             return
-        if now >= self._tell_at:
-            self._tell(now)
-        self.wait = self._ending.wait(self._tell_at - now)
+        if now >= self._next_stats_at:
+            self._send_stats(now)
+        self.wait = self._shutdown.wait(self._next_stats_at - now)
 
     def compute(self, tokens: int) -> None:
         """Run a step of at most this many tokens."""
@@ -118,9 +118,9 @@ class EngineLoop:
     def computed(self, step: CoreStep) -> None:
         """Handle the end of a step: send its outputs and stats."""
         self._watch.end()
-        pause = IDLE_STATS_INTERVAL if self._core.has_work else END_SECONDS
-        self._tell_at = self._clock() + pause
-        self._outlet.say(step)
+        pause = IDLE_STATS_INTERVAL if self._core.has_work else IDLE_STATS_DELAY
+        self._next_stats_at = self._clock() + pause
+        self._outlet.send_step(step)
         if step.changes_alone:
             self.settle(ANNOUNCEMENT_SECONDS)
 
@@ -128,6 +128,6 @@ class EngineLoop:
         """Wait until messages have been sent."""
         time.sleep(seconds)
 
-    def _tell(self, now: float) -> None:
-        self._tell_at = now + IDLE_STATS_INTERVAL
-        self._outlet.say(CoreStep({}, [], self._core.stats()))
+    def _send_stats(self, now: float) -> None:
+        self._next_stats_at = now + IDLE_STATS_INTERVAL
+        self._outlet.send_step(CoreStep({}, [], self._core.stats()))

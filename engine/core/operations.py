@@ -9,10 +9,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from engine.batch.executor import CannotDo, Executor
+from engine.core.adapter_manager import AdapterManager
 from engine.core.extensions import Extensions
 from engine.core.front_ends import FrontEnds
 from engine.core.halting import FLEET, Halting
-from engine.core.held_adapters import HeldAdapters
 from engine.core.steps import Steps
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.messages import (
@@ -43,12 +43,12 @@ class Operations:
     steps: Steps
     scheduler: Scheduler
     executor: Executor
-    adapters: HeldAdapters
+    adapters: AdapterManager
     front_ends: FrontEnds
     weights: WeightsSource
     """The current weights."""
     weights_dir: str | None
-    is_divided: bool
+    has_workers: bool
     on_setup: Callable[[EngineSetup], None]
     profiler_dir: str | None
     name: str
@@ -59,9 +59,9 @@ class Operations:
         self.vocab_size = self.executor.info.vocab_size
         self.weight_updates = 0
         """Number of times that the weights have been replaced."""
-        self._kept: WeightsSource | None = None
+        self._previous_weights: WeightsSource | None = None
         """The previous weights, while they are kept."""
-        self._own_weights = self.weights
+        self._configured_weights = self.weights
 
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes and return their number of blocks."""
@@ -120,7 +120,7 @@ class Operations:
         """
         if level > 1 and self.weights.model == PUSHED:
             raise CannotDo("weights that a trainer has sent cannot be read again: sleep at level 1")
-        began = time.monotonic()
+        started_at = time.monotonic()
         if level:
             self.steps.vacate()
         if mode == "abort":
@@ -128,7 +128,7 @@ class Operations:
         self.halting.sleep(level, hand_over=mode == "move")
         if level:
             self.executor.sleep(level)
-            self.scheduler.counters.count_sleep(time.monotonic() - began)
+            self.scheduler.counters.count_sleep(time.monotonic() - started_at)
 
     def wake_up(self, tags: set[str] | None = None) -> None:
         """Restore the memory of these tags, by default all; the last tag ends the sleep.
@@ -137,17 +137,17 @@ class Operations:
             CannotDo: the KV cache cannot be restored without the weights.
             Exception: the executor failed; the engine stays asleep.
         """
-        wanted = set(ASLEEP_TAGS) if tags is None else tags
+        requested = set(ASLEEP_TAGS) if tags is None else tags
         asleep = self.halting.asleep
-        left = asleep - wanted
-        if "weights" in left and "kv_cache" in asleep & wanted:
+        remaining = asleep - requested
+        if "weights" in remaining and "kv_cache" in asleep & requested:
             raise CannotDo("the KV cache needs the weights: wake up weights first, or both")
-        began = time.monotonic()
-        if asleep & wanted or not asleep:
-            self.executor.wake_up(kv_cache="kv_cache" not in left)
-        if asleep & wanted:
-            self.scheduler.counters.count_wake_up(time.monotonic() - began)
-        self.halting.wake_up(wanted)
+        started_at = time.monotonic()
+        if asleep & requested or not asleep:
+            self.executor.wake_up(kv_cache="kv_cache" not in remaining)
+        if asleep & requested:
+            self.scheduler.counters.count_wake_up(time.monotonic() - started_at)
+        self.halting.wake_up(requested)
 
     def load_weights(self, source: WeightsSource, after: int) -> WeightsSource:
         """Use other weights from the next step on; return the source of the previous ones.
@@ -165,38 +165,40 @@ class Operations:
         """
         if after != self.weight_updates:
             raise CannotDo("its weights were replaced meanwhile")
-        if source == self._kept:
+        if source == self._previous_weights:
             self.steps.vacate()
             self.executor.settle_weights(back=True)
-            return self._replaced(source, kept=None)
+            return self._set_weights(source, previous=None)
         if source.model == PUSHED:
             self.steps.vacate()
             self.executor.take_weights()
-            return self._replaced(source, kept=self.weights)
-        if self.is_divided:
+            return self._set_weights(source, previous=self.weights)
+        if self.has_workers:
             raise CannotDo(
                 "weights are replaced in engines of one process only: start engines of "
                 "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel anew"
             )
-        model, place = Path(source.model).expanduser().resolve(), self.weights_dir
-        is_below = place is not None and model.is_relative_to(Path(place).expanduser().resolve())
+        model = Path(source.model).expanduser().resolve()
+        is_below = self.weights_dir is not None and model.is_relative_to(
+            Path(self.weights_dir).expanduser().resolve()
+        )
         is_hub_id = HUB_ID.fullmatch(source.model) and not model.exists()
-        if not (is_below or is_hub_id or source == self._own_weights):
+        if not (is_below or is_hub_id or source == self._configured_weights):
             raise CannotDo(f"{source.model} is neither a hub id nor below --weights-dir")
         self.steps.vacate()
         self.executor.load_weights(source.model, source.revision)
         if self.weights.model == PUSHED:
-            return self._replaced(source, kept=self.weights)
+            return self._set_weights(source, previous=self.weights)
         self.executor.settle_weights(back=False)  # the previous ones can be read again
-        return self._replaced(source, kept=None)
+        return self._set_weights(source, previous=None)
 
     def settle_weights(self) -> None:
         """Free the previous weights, which were kept to allow going back."""
-        self._kept = None
+        self._previous_weights = None
         self.executor.settle_weights(back=False)
 
-    def _replaced(self, source: WeightsSource, kept: WeightsSource | None) -> WeightsSource:
-        self._kept = kept
+    def _set_weights(self, source: WeightsSource, previous: WeightsSource | None) -> WeightsSource:
+        self._previous_weights = previous
         before, self.weights = self.weights, source
         self.weight_updates += 1
         fingerprint = self.executor.info.model_fingerprint

@@ -38,7 +38,7 @@ LATE_INTERVAL = 0.1
 class Outlet(Protocol):
     """Destination of an engine loop's messages; methods do not block."""
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         """Send a step's messages to front ends and its stats to the coordinator."""
 
     def report(self, report: EngineReport) -> None:
@@ -56,36 +56,36 @@ class StatsThrottle:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._last_sent = float("-inf")
-        self._said_busy = False
+        self._sent_busy = False
         self._idle_in_a_row = 0
-        self._held: EngineStats | None = None
+        self._pending: EngineStats | None = None
 
     def offer(self, stats: EngineStats, now: float) -> EngineStats | None:
         """Process new stats; return the stats to send now, if any."""
         busy = stats.waiting + stats.running > 0
-        self._held = stats
+        self._pending = stats
         self._idle_in_a_row = 0 if busy else self._idle_in_a_row + 1
-        news = not self._said_busy if busy else self._said_busy and self._idle_in_a_row > 1
-        if news or now - self._last_sent >= self._interval:
+        is_transition = not self._sent_busy if busy else self._sent_busy and self._idle_in_a_row > 1
+        if is_transition or now - self._last_sent >= self._interval:
             return self.take(now)
         return None
 
     def take(self, now: float) -> EngineStats | None:
         """Return and clear the held-back stats, if any."""
-        stats, self._held = self._held, None
+        stats, self._pending = self._pending, None
         if stats is not None:
             self._last_sent = now
-            self._said_busy = stats.waiting + stats.running > 0
+            self._sent_busy = stats.waiting + stats.running > 0
         return stats
 
     @property
-    def holds(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether stats are held back."""
-        return self._held is not None
+        return self._pending is not None
 
     def wait(self, now: float) -> float | None:
         """Return the seconds until held-back stats are due; None if there are none."""
-        if self._held is None:
+        if self._pending is None:
             return None
         return max(0.0, self._last_sent + self._interval - now)
 
@@ -93,19 +93,19 @@ class StatsThrottle:
 _Arguments = ParamSpec("_Arguments")
 
 
-def _one_at_a_time(
-    act: Callable[Concatenate["Sender", _Arguments], None],
+def _serialized(
+    method: Callable[Concatenate["Sender", _Arguments], None],
 ) -> Callable[Concatenate["Sender", _Arguments], None]:
     """Make a method callable from any thread, and log its exceptions."""
 
-    @wraps(act)
+    @wraps(method)
     def write(sender: "Sender", /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
         with sender._lock:
             try:
-                act(sender, *arguments, **named)
+                method(sender, *arguments, **named)
             except Exception:
                 # A single message that cannot be sent must not stop the engine.
-                logger.exception("could not %s", act.__name__.replace("_", " "))
+                logger.exception("could not %s", method.__name__.replace("_", " "))
 
     return write
 
@@ -123,11 +123,11 @@ class Sender:
         self._lock = threading.Lock()  # sockets may change threads, but allow one at a time
         self._coordinator: zmq.Socket[bytes] | None = None
         self._front_ends: dict[int, zmq.Socket[bytes]] = {}
-        self._take_frames: set[int] = set()
+        self._accepts_frames: set[int] = set()
         self._throttle = StatsThrottle(STATS_INTERVAL)
         self._stopped = threading.Event()
         # An idle engine causes no wake-ups: its thread sleeps until stats are held back.
-        self._holds = threading.Event()
+        self._has_pending = threading.Event()
         self._thread = threading.Thread(target=self._send_late, name="late-stats", daemon=True)
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class Sender:
         """Send held-back stats and close all sockets, each once its queue is empty."""
         with self._lock:
             self._stopped.set()
-            self._holds.set()
+            self._has_pending.set()
         self._thread.join(timeout)
         with self._lock:
             self._report(self._throttle.take(self._clock()))
@@ -149,8 +149,8 @@ class Sender:
 
     # -- messages --------------------------------------------------------------------------------
 
-    @_one_at_a_time
-    def say(self, step: CoreStep) -> None:
+    @_serialized
+    def send_step(self, step: CoreStep) -> None:
         """Send a step's messages to each front end, and its stats to the coordinator."""
         for index, of_front_end in step.outputs.items():
             self._send(index, StepOutputs(step.stats, of_front_end))
@@ -159,65 +159,65 @@ class Sender:
         for index, blocks in step.blocks:
             self._send(index, blocks)
         self._report(self._throttle.offer(step.stats, self._clock()))
-        if self._throttle.holds and not self._holds.is_set():
-            self._holds.set()
+        if self._throttle.has_pending and not self._has_pending.is_set():
+            self._has_pending.set()
 
-    @_one_at_a_time
+    @_serialized
     def report(self, report: EngineReport) -> None:
         """Send a report to the coordinator."""
         self._report(report)
 
-    @_one_at_a_time
-    def last_words(self, message: EngineDead) -> None:
+    @_serialized
+    def send_failure(self, message: EngineDead) -> None:
         """Notify all front ends that this engine has failed."""
         for index in self._front_ends:
             self._send(index, message)
 
-    def send_held(self) -> None:
+    def send_pending(self) -> None:
         """Send the held-back stats if they are due."""
         with self._lock:
             now = self._clock()
             if self._throttle.wait(now) == 0:
                 self._report(self._throttle.take(now))
-            if not self._throttle.holds and not self._stopped.is_set():
-                self._holds.clear()
+            if not self._throttle.has_pending and not self._stopped.is_set():
+                self._has_pending.clear()
 
     @property
-    def holds(self) -> bool:
-        """Whether stats are held back, for which `send_held` has to be called."""
-        return self._throttle.holds
+    def has_pending(self) -> bool:
+        """Whether stats are held back, for which `send_pending` has to be called."""
+        return self._throttle.has_pending
 
     # -- connections, opened and closed by the receiver ------------------------------------------
 
-    @_one_at_a_time
+    @_serialized
     def connect_coordinator(self, address: str) -> None:
         """Connect to the coordinator, replacing an earlier connection."""
         if self._coordinator is not None:
             self._coordinator.close(linger=0)
         self._coordinator = self._transport.connect(zmq.PUSH, address)
 
-    @_one_at_a_time
+    @_serialized
     def connect_front_end(self, index: int, address: str, protocol: int) -> None:
         """Connect to a front end that uses this protocol."""
         self._front_ends[index] = self._transport.connect(zmq.PUSH, address)
-        self._take_frames.discard(index)
+        self._accepts_frames.discard(index)
         if protocol >= OUTPUTS_IN_FRAMES:
-            self._take_frames.add(index)
+            self._accepts_frames.add(index)
 
-    @_one_at_a_time
+    @_serialized
     def disconnect_front_end(self, index: int) -> None:
         """Close the connection to a front end that has left, dropping unsent messages."""
         self._front_ends.pop(index).close(linger=0)
 
     def _send_late(self) -> None:
-        while self._holds.wait() and not self._stopped.wait(LATE_INTERVAL):
-            self.send_held()
+        while self._has_pending.wait() and not self._stopped.wait(LATE_INTERVAL):
+            self.send_pending()
 
     def _send(self, index: int, message: EngineOutput) -> None:
         front_end = self._front_ends.get(index)
         if front_end is not None:
             data = encode(message)
-            if len(data) > LARGEST_FRAME and index in self._take_frames:
+            if len(data) > LARGEST_FRAME and index in self._accepts_frames:
                 front_end.send_multipart(frames_of(data))
             else:
                 front_end.send(data)

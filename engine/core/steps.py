@@ -150,12 +150,12 @@ class Steps:
         with self._described(GroupBroken):
             grant = self._grant(number, loads)
             pending = [each.pending for each in self._in_flight]
-            place = pending.index(None) if None in pending else len(pending)
-            if place == len(pending):
+            index = pending.index(None) if None in pending else len(pending)
+            if index == len(pending):
                 plan = self._scheduler.schedule(grant, self._now())
                 self._in_flight.append(_Launched(plan, None))
-            plan = self._in_flight[place].plan
-            self._in_flight[place] = _Launched(plan, self._executor.submit(plan))
+            plan = self._in_flight[index].plan
+            self._in_flight[index] = _Launched(plan, self._executor.submit(plan))
 
     def land_together(self) -> None:
         """Wait for the group's oldest step in flight, and process its result.
@@ -175,9 +175,9 @@ class Steps:
             with suppress(GroupBroken):
                 while self._in_flight and self._in_flight[0].pending is not None:
                     self._land_oldest()
-            for place, (plan, pending) in enumerate(self._in_flight):
+            for index, (plan, pending) in enumerate(self._in_flight):
                 if pending is not None:
-                    self._in_flight[place] = _Launched(plan, None)
+                    self._in_flight[index] = _Launched(plan, None)
                     with suppress(GroupBroken):
                         pending.result()
                         raise AssertionError("a step has followed one that was given up")

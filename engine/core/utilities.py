@@ -94,7 +94,7 @@ def carry_out(
     results = []
     if isinstance(event, FleetOrder):
         _compare_weights(engine, event)
-        calls = engine.halting.take_up(event)
+        calls = engine.halting.accept(event)
     else:
         calls = [event]
     for call in calls:
@@ -194,10 +194,10 @@ def _sleep(engine: Operated, level: Literal[0, 1, 2] = 1, mode: SleepMode = "kee
 
 def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
     """`tags`: memory to restore, separated by commas."""
-    wanted = set(tags.split(","))
-    if unknown := wanted.difference(ASLEEP_TAGS, ["scheduling"]):
+    requested = set(tags.split(","))
+    if unknown := requested.difference(ASLEEP_TAGS, ["scheduling"]):
         raise CannotDo(f"there is no tag {min(unknown)!r}; there are {', '.join(ASLEEP_TAGS)}")
-    engine.wake_up(wanted)
+    engine.wake_up(requested)
     return {"is_sleeping": engine.halting.is_sleeping}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-HUNG = 4
+HUNG_EXIT_CODE = 4
 """Exit code of an engine that ended itself because of a hung step."""
 
 TOKENS = 1024
@@ -25,11 +25,11 @@ FIRST_STEPS = 8
 
 FIRST_STEPS_FACTOR = 5.0
 
-MAX_LOOK_INTERVAL = 1.0
+MAX_CHECK_INTERVAL = 1.0
 """Maximum seconds between two checks."""
 
-_LAST_WORDS_SECONDS = 0.3
-_SHORTEST_STUCK = 10.0
+_REPORT_SECONDS = 0.3
+_MIN_STUCK_SECONDS = 10.0
 
 
 class StepWatch:
@@ -84,36 +84,36 @@ class Watchdog:
         self, watch: StepWatch, step_timeout: float, on_hung: Callable[[str], None]
     ) -> None:
         self._watch = watch
-        self._interval = min(MAX_LOOK_INTERVAL, step_timeout / 4)
-        self._stuck_after = max(_SHORTEST_STUCK, step_timeout)
+        self._interval = min(MAX_CHECK_INTERVAL, step_timeout / 4)
+        self._stuck_after = max(_MIN_STUCK_SECONDS, step_timeout)
         self._on_hung = on_hung
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Start checking."""
-        self._wind_up()
+        self._rearm()
         self._thread.start()
 
     def stop(self) -> None:
         """Stop checking."""
-        self._over.set()
+        self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        while not self._over.wait(self._interval):
-            self._wind_up()
+        while not self._stopped.wait(self._interval):
+            self._rearm()
             seconds = self._watch.hung_for(time.monotonic())
             if seconds is not None:
                 reason = f"a step has not ended for {seconds:.1f} s (--step-timeout)"
                 logger.error("%s; this is where it hangs:", reason)
                 faulthandler.dump_traceback(all_threads=True)
                 self._on_hung(reason)
-                time.sleep(_LAST_WORDS_SECONDS)
-                os._exit(HUNG)
+                time.sleep(_REPORT_SECONDS)
+                os._exit(HUNG_EXIT_CODE)
 
-    def _wind_up(self) -> None:
+    def _rearm(self) -> None:
         """Restart faulthandler's timeout."""
         faulthandler.dump_traceback_later(self._stuck_after, exit=True)

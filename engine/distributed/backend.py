@@ -70,7 +70,7 @@ class Backend(Protocol):
     def abort(self) -> None: ...
 
 
-_left_behind: list[tuple[Backend | None, Sequence[Work]]] = []
+_abandoned: list[tuple[Backend | None, Sequence[Work]]] = []
 """Process groups that were closed with unfinished collectives, which keep them alive."""
 
 
@@ -120,7 +120,9 @@ class Connections:
             before = _tcp_connections()
             self._backend = gloo_backend(scope, spec)
             after = _tcp_connections()
-        self._keep(scope, spec, {fd: ends for fd, ends in after.items() if before.get(fd) != ends})
+        self._keep_sockets(
+            scope, spec, {fd: ends for fd, ends in after.items() if before.get(fd) != ends}
+        )
 
     @property
     def backend(self) -> Backend:
@@ -135,10 +137,10 @@ class Connections:
 
     @property
     def is_watched(self) -> bool:
-        """Whether `somebody_left` can detect departed peers."""
+        """Whether `has_departed` can detect departed peers."""
         return self._device.type != "cuda"
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Shut down all connections: pending operations here and at peers fail immediately.
 
         Gloo has no such function: without this its waits end only by their timeout.
@@ -152,7 +154,7 @@ class Connections:
         if self._backend is not None and self._device.type == "cuda":
             self._backend.abort()
 
-    def somebody_left(self) -> bool:
+    def has_departed(self) -> bool:
         """Return whether a peer has closed its connection."""
         poller = select.poll()
         with self._lock:
@@ -166,26 +168,26 @@ class Connections:
         With unfinished collectives that would block until their timeouts: the group is then freed
         by a later `close`, after they have completed.
         """
-        _left_behind[:] = [
+        _abandoned[:] = [
             (backend, works)
-            for backend, works in _left_behind
+            for backend, works in _abandoned
             if not all(work.is_completed() for work in works)
         ]
         if stuck:
-            _left_behind.append((self._backend, stuck))
+            _abandoned.append((self._backend, stuck))
         self._backend = None
 
-    def _keep(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Ends"]) -> None:
+    def _keep_sockets(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Ends"]) -> None:
         """Duplicate the new sockets that are connected to other members."""
         mirrored = [_Ends(ends.remote, ends.local) for ends in fresh.values()]
         store.set(f"sockets/{spec.rank}", msgspec.json.encode(mirrored).decode())
-        theirs: set[_Ends] = set()
+        remote_ends: set[_Ends] = set()
         for rank in range(spec.size):
             if rank != spec.rank:
-                found = store.get(f"sockets/{rank}")
-                theirs.update(msgspec.json.decode(found, type=list[_Ends]))
+                received = store.get(f"sockets/{rank}")
+                remote_ends.update(msgspec.json.decode(received, type=list[_Ends]))
         for fd, ends in fresh.items():
-            if ends in theirs:
+            if ends in remote_ends:
                 self._sockets.append(socket.socket(fileno=os.dup(fd)))
 
 

@@ -50,7 +50,7 @@ class Grid(Bundle):
 def join_grid(
     spec: GroupSpec,
     shape: tuple[int, int],
-    place: tuple[int, int],
+    position: tuple[int, int],
     device: torch.device,
     listener: socket.socket | None = None,
 ) -> Grid:
@@ -59,7 +59,7 @@ def join_grid(
     Args:
         spec: the rendezvous, and this process's rank among all.
         shape: number of stages, and shards per stage.
-        place: stage and shard of this process.
+        position: stage and shard of this process.
         device: device of the exchanged tensors.
         listener: at rank 0, the result of `open_listener` for the spec's address; ownership is
             transferred.
@@ -67,7 +67,7 @@ def join_grid(
     Raises:
         GroupBroken: not all joined within the timeout, or the network failed.
     """
-    (stages, shards), (stage, shard) = shape, place
+    (stages, shards), (stage, shard) = shape, position
 
     def group(name: str, rank: int, size: int) -> Group:
         return connect(store, replace(spec, address=address, rank=rank, size=size), name, device)
@@ -79,7 +79,7 @@ def join_grid(
         host = spec.host if spec.rank == 0 else address_towards(spec.host, spec.port)
         address = join_host_port(host, spec.port)
         store = open_store(spec, listener)
-        made.append(group(f"stage-{stage}/", shard, shards) if shards > 1 else Group.alone())
+        made.append(group(f"stage-{stage}/", shard, shards) if shards > 1 else Group.single())
         if stage > 0:
             before = group(f"link-{stage - 1}-{shard}/", _LATER, 2)
             made.append(before)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store, Work
 from engine.distributed.backend import Backend, Connections, first_line, open_store
 from engine.distributed.spec import GroupBroken, GroupSpec
 
-_LOOK = 0.25
+_POLL_INTERVAL = 0.25
 """Seconds between checks for departed members while waiting for a collective."""
 _GRACE = 0.25
 """Seconds for data of a departed member to arrive."""
@@ -92,12 +92,12 @@ class Group:
         self._counts = counts or tensors
         self._all = [each for each in (rows, tensors, counts) if each is not None]
         self._is_over = threading.Event()
-        self._left_at: float | None = None
+        self._departed_at: float | None = None
         self._stuck: list[Work] = []
         """Unfinished collectives that were abandoned."""
 
     @classmethod
-    def alone(cls) -> "Group":
+    def single(cls) -> "Group":
         """Return a group of size one, which needs no network."""
         return cls(GroupSpec("", rank=0, size=1, topology=0, timeout_s=0.0), None, None)
 
@@ -115,13 +115,13 @@ class Group:
         return self._gather(self._rows, row)
 
     def _gather(self, connections: Connections | None, row: Sequence[int]) -> PendingRows:
-        mine = torch.tensor([row], dtype=torch.int64)
+        own_row = torch.tensor([row], dtype=torch.int64)
         if connections is None:
             self._check()
-            return PendingRows(self, None, mine)
+            return PendingRows(self, None, own_row)
         table = torch.empty(self.size, len(row), dtype=torch.int64)
         with self._launching():
-            return PendingRows(self, connections.backend._allgather_base(table, mine), table)
+            return PendingRows(self, connections.backend._allgather_base(table, own_row), table)
 
     def all_gather_counts(self, count: int) -> list[int]:
         """All-gather one integer, ordered with the collectives on tensors.
@@ -140,11 +140,11 @@ class Group:
         if self._counts is None:
             self._check()
             return list(counts)
-        one_each = [1] * self.size
+        ones = [1] * self.size
         sent = torch.tensor(counts, dtype=torch.int64)
         received = torch.empty_like(sent)
         with self._launching():
-            work = self._counts.backend.alltoall_base(received, sent, one_each, one_each)
+            work = self._counts.backend.alltoall_base(received, sent, ones, ones)
         self.finish(work)
         numbers: list[int] = received.tolist()
         return numbers
@@ -186,8 +186,8 @@ class Group:
         if self._tensors is None:
             self._check()
             return rows
-        everybody = rows.expand(self.size, *rows.shape).flatten(0, 1)
-        return self.all_to_all(everybody, [len(rows)] * self.size, counts)
+        all_rows = rows.expand(self.size, *rows.shape).flatten(0, 1)
+        return self.all_to_all(all_rows, [len(rows)] * self.size, counts)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum the values over all ranks, in place; results are bitwise equal on all ranks.
@@ -244,7 +244,7 @@ class Group:
         Raises:
             GroupBroken: it failed; the group has been aborted.
         """
-        while watched and not self.wait_for(work, _LOOK):
+        while watched and not self.wait_for(work, _POLL_INTERVAL):
             pass
         try:
             if watched and self.is_over and not work.is_completed():
@@ -270,12 +270,12 @@ class Group:
                 return True
         else:
             return True
-        left_at = self._left_at  # another thread may be waiting for a step
-        if not any(connections.somebody_left() for connections in self._all):
-            self._left_at = None
-        elif left_at is None:
-            self._left_at = time.monotonic()
-        elif time.monotonic() - left_at > _GRACE:
+        departed_at = self._departed_at  # another thread may be waiting for a step
+        if not any(connections.has_departed() for connections in self._all):
+            self._departed_at = None
+        elif departed_at is None:
+            self._departed_at = time.monotonic()
+        elif time.monotonic() - departed_at > _GRACE:
             self.abort()
         return False
 
@@ -283,7 +283,7 @@ class Group:
         """Abort the group; callable from any thread. Pending operations fail on all ranks."""
         self._is_over.set()
         for connections in self._all:
-            connections.cut()
+            connections.disconnect()
 
     def close(self) -> None:
         """Free sockets and threads; call `abort` first if operations are in flight. Idempotent.
@@ -375,7 +375,7 @@ def connect(store: Store, spec: GroupSpec, name: str, device: torch.device) -> G
         group.all_gather_counts(spec.rank)
     except BaseException:
         for connections in made:
-            connections.cut()
+            connections.disconnect()
             connections.close()
         raise
     return group

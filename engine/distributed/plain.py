@@ -21,10 +21,10 @@ from engine.distributed.spec import GroupBroken, GroupSpec
 
 _AROUND = re.compile(r"^\[[^ ]*\] |\. This is typically .*")
 """Gloo's source location, and its guess at the cause, in error messages."""
-_LOOK = 0.2
-_SLICE = timedelta(seconds=_LOOK)
+_POLL_SECONDS = 0.2
+_SLICE = timedelta(seconds=_POLL_SECONDS)
 """Timeout of one wait, between checks whether the collective is still wanted."""
-_DEVICE_LOOK = 0.001
+_DEVICE_POLL_SECONDS = 0.001
 _NCCL_MARGIN = 600.0
 """Seconds that NCCL's timeout exceeds ours: when it expires, NCCL ends the process."""
 
@@ -32,26 +32,28 @@ _NCCL_MARGIN = 600.0
 class PlainGroup:
     """One process's end of the group; created by `join_plain_group`."""
 
-    def __init__(self, spec: GroupSpec, store: object, made: Backend, is_nccl: bool) -> None:
+    def __init__(
+        self, spec: GroupSpec, store: object, process_group: Backend, is_nccl: bool
+    ) -> None:
         self._timeout = spec.timeout_s
         self._store = store  # keeps it alive: rank 0 hosts it
-        self._backend = made
+        self._backend = process_group
         self._is_nccl = is_nccl
 
-    def broadcast(self, values: Tensor, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def broadcast(self, values: Tensor, is_current: Callable[[], bool] = lambda: True) -> None:
         """Replace the values, in place, by those of rank 0; at rank 0, send them.
 
         Raises:
-            GroupBroken: a member has left, the timeout expired, or `is_wanted` returned False. The
+            GroupBroken: a member has left, the timeout expired, or `is_current` returned False. The
                 group is unusable afterwards.
         """
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         try:
             work = self._backend.broadcast([values])
             while not self._is_over(work):
-                if not is_wanted():
+                if not is_current():
                     raise GroupBroken("it was cancelled")
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise GroupBroken(f"nothing arrived for {self._timeout:g} s")
             work.wait()
         except RuntimeError as error:
@@ -63,7 +65,7 @@ class PlainGroup:
 
     def _is_over(self, work: torch.distributed.Work) -> bool:
         if self._is_nccl:
-            time.sleep(_DEVICE_LOOK)
+            time.sleep(_DEVICE_POLL_SECONDS)
         else:
             try:
                 work.wait(_SLICE)
@@ -92,8 +94,10 @@ def join_plain_group(
         store = backend.open_store(spec, listener)
         scope = PrefixStore(f"tcp://{spec.address}", store)
         if is_nccl:
-            patient = replace(spec, timeout_s=spec.timeout_s + _NCCL_MARGIN)
-            return PlainGroup(spec, store, backend.nccl_backend(scope, patient, device), is_nccl)
+            longer_spec = replace(spec, timeout_s=spec.timeout_s + _NCCL_MARGIN)
+            return PlainGroup(
+                spec, store, backend.nccl_backend(scope, longer_spec, device), is_nccl
+            )
         return PlainGroup(spec, store, backend.gloo_backend(scope, spec), is_nccl)
     except (RuntimeError, OSError) as error:
         raise GroupBroken(
@@ -108,14 +112,16 @@ def _wait_for_store(spec: GroupSpec) -> None:
     Raises:
         OSError: it does not listen within the timeout.
     """
-    until = time.monotonic() + spec.timeout_s
+    deadline = time.monotonic() + spec.timeout_s
     while True:
-        left = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         try:
-            socket.create_connection((spec.host, spec.port), timeout=max(left, _LOOK)).close()
+            socket.create_connection(
+                (spec.host, spec.port), timeout=max(remaining, _POLL_SECONDS)
+            ).close()
         except OSError:
-            if left < _LOOK:
+            if remaining < _POLL_SECONDS:
                 raise
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
         else:
             return

@@ -41,10 +41,10 @@ def draft_price(
     if draft is None:
         return 0.0
     num_logits = draft.num_logits if isinstance(draft, DraftHead) else draft.spec.vocab_size
-    own = config.model.quantization
-    drafting = config.scheduler.speculative_model_quantization or own
+    target_quantization = config.model.quantization
+    drafting = config.scheduler.speculative_model_quantization or target_quantization
     whole = 8 * dtype.itemsize
-    bits = _BITS.get(drafting or "", whole) / _BITS.get(own or "", whole)
+    bits = _BITS.get(drafting or "", whole) / _BITS.get(target_quantization or "", whole)
     return bits * weights_of_token(draft.spec, num_logits) / weights_of_token(served)
 
 
@@ -100,14 +100,14 @@ def load_draft(
             f"--speculative-model {name}: {named} is not supported; of draft heads EAGLE-3 is"
         )
     check_draft_model(settings, config.model, target.spec, max_model_len)
-    alone = msgspec.structs.replace(
+    draft_config = msgspec.structs.replace(
         config,
         model=settings,
         lora=LoraConfig(),
         parallel=ParallelConfig(),
         executor=msgspec.structs.replace(config.executor, batch_invariant=False),
     )
-    return load_model(alone, target.device, report, served=target.spec.cache_groups).model
+    return load_model(draft_config, target.device, report, served=target.spec.cache_groups).model
 
 
 def _load_head(

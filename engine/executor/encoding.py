@@ -57,7 +57,7 @@ class EncoderExecutor(Executor):
             in_one_step=True,
             has_kv=False,
         )
-        self._steps = StepThread(self._device, own=config.scheduler.steps_overlap)
+        self._steps = StepThread(self._device, own_thread=config.scheduler.steps_overlap)
         self._runner: EncoderRunner | None = self._new_runner(loaded)
         self._asleep: tuple[EncoderRunner, OffloadedWeights] | None = None
         """The runner, while its weights are offloaded."""

@@ -123,14 +123,14 @@ def num_cores() -> int:
     return max(1, cores or 1)
 
 
-def sharers(config: EngineConfig, engines_on_node: int) -> int:
+def compute_processes(config: EngineConfig, engines_on_node: int) -> int:
     """Return the number of processes that compute on the CPUs available to this one."""
     if config.executor.bound_to:
         return 1
     return engines_on_node * config.parallel.processes_on_node
 
 
-def bound(config: EngineConfig, rank: int = 0) -> EngineConfig:
+def bind_cpus(config: EngineConfig, rank: int = 0) -> EngineConfig:
     """Bind this process according to its settings; return the settings now in effect.
 
     Must run before torch is imported: its threads inherit the affinity of their creator.
@@ -139,7 +139,7 @@ def bound(config: EngineConfig, rank: int = 0) -> EngineConfig:
         rank: rank of this process within the engine; 0 is the leader.
     """
     lists = config.executor.bound_to
-    number = Layout.of(config.parallel).number(rank)
-    if number < len(lists) and bind_process(lists[number]):
+    index = Layout.of(config.parallel).index_on_node(rank)
+    if index < len(lists) and bind_process(lists[index]):
         return config
     return config.changed(executor={"cpu_bind": "none"})

@@ -16,7 +16,6 @@ from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.draft_loading import draft_price, load_draft
-from engine.executor.held_model import HeldModel
 from engine.executor.kv_sizing import KvSizing
 from engine.executor.leader import TeamLeader, TeamStep
 from engine.executor.loading import (
@@ -26,9 +25,10 @@ from engine.executor.loading import (
     set_threads,
     take_device,
 )
+from engine.executor.model_holder import ModelHolder
 from engine.executor.pipelining import PipelinedSteps
 from engine.executor.step_thread import StepThread
-from engine.executor.team import Team, UnlikeWorkers
+from engine.executor.team import MismatchedWorkers, Team
 from engine.executor.team_messages import (
     Allocate,
     JoinGroup,
@@ -48,7 +48,7 @@ from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.formats.quantized.scheme import read_scheme
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import Shard
-from engine.models.loading.mlps import GroupPlace
+from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.settings import model_length, open_checkpoint
 from engine.models.weights import decoder_tensors
@@ -92,7 +92,7 @@ class InProcessExecutor(GroupExecutor):
 
         Raises:
             WorkerFailed: a worker cannot start.
-            UnlikeWorkers: a worker has another kind of device, or other weights.
+            MismatchedWorkers: a worker has another kind of device, or other weights.
             ModelNotFound: there is no such model.
             UnsupportedModel: the model's config requires an unimplemented feature.
             CheckpointError: the weights do not fit the config.
@@ -109,7 +109,7 @@ class InProcessExecutor(GroupExecutor):
             elif team is not None:
                 team.close()
             if team is not None and isinstance(error, CannotDo):
-                raise UnlikeWorkers(str(error)) from error
+                raise MismatchedWorkers(str(error)) from error
             raise
 
     def _start(self, rank: int, engines_on_node: int, team: Team | None) -> None:
@@ -124,12 +124,12 @@ class InProcessExecutor(GroupExecutor):
         if leader is not None and config.parallel.tensor_parallel_size > 1:
             self._shard = Shard(leader.group, leader)
         self._num_stages = config.parallel.pipeline_parallel_size
-        place = None
+        in_group = None
         if config.parallel.enable_expert_parallel:
             size = config.parallel.data_parallel_size
-            place = GroupPlace(rank % size, size)
-        self._held = HeldModel(self._load, self._device, place, self._report)
-        self.expert_balance = self._held.balance
+            in_group = GroupPosition(rank % size, size)
+        self._holder = ModelHolder(self._load, self._device, in_group, self._report)
+        self.expert_balance = self._holder.balance
         loaded = self._loaded
         model, spec = loaded.model, loaded.model.spec
         self._max_head_threads = 1
@@ -140,7 +140,7 @@ class InProcessExecutor(GroupExecutor):
         self._report("allocating the KV cache")
         self.info = self._size_cache(loaded, engines_on_node * processes)
         self._steps = StepThread(
-            self._device, own=config.scheduler.steps_overlap or self._num_stages > 1
+            self._device, own_thread=config.scheduler.steps_overlap or self._num_stages > 1
         )
         self.grammars: GrammarTable | None = grammar_table(
             model_directory(config.model, weights=False),
@@ -157,41 +157,41 @@ class InProcessExecutor(GroupExecutor):
             self.adapters = AdapterStore(modules, config.lora.max_lora_rank, convert)
         self._runner: ModelRunner | None
         self._pipelined: PipelinedSteps | None
-        self._run_with(loaded)
+        self._build_runner(loaded)
         self._was_shut_down = False
         self._transfer: WeightTransfer | None = None
-        self._kept: tuple[EngineConfig, ExecutorInfo] | None = None
+        self._previous: tuple[EngineConfig, ExecutorInfo] | None = None
         """Settings and info before the weights were replaced, until that is settled."""
         if config.parallel.data_parallel_size == 1:
-            self._held.share_experts(Group.alone() if self._shard is None else self._shard.group)
+            self._holder.share_experts(Group.single() if self._shard is None else self._shard.group)
         keep_freed_memory()
 
     def prepare_group(self, position: int, size: int) -> None:
-        """Hold exactly the experts of this place in a group of `size`."""
-        loaded = self._held.loaded
-        loaded_whole = loaded is not None and loaded.model.expert_group is None
-        if self._held.place is None or loaded_whole:
+        """Hold exactly the experts of this position in a group of `size`."""
+        loaded = self._holder.loaded
+        has_all_experts = loaded is not None and loaded.model.expert_group is None
+        if self._holder.in_group is None or has_all_experts:
             raise CannotDo("only --enable-expert-parallel and a model with experts form groups")
-        place = GroupPlace(position, size)
+        in_group = GroupPosition(position, size)
         if self._leader is not None:
-            self._leader.team.tell(PrepareGroup(position, size))
-        self._steps.call(partial(self._held.move, place, self._num_shards))
+            self._leader.team.send(PrepareGroup(position, size))
+        self._steps.call(partial(self._holder.move, in_group, self._num_shards))
         if self._leader is not None:
             self._leader.wait()
 
     def join_group(self, spec: GroupSpec, listener: socket | None) -> EngineGroup:
         """Connect to the other engines and take steps with them from now on.
 
-        The place must have been prepared. Rank 0 accepts connections on the listener.
+        The position must have been prepared. Rank 0 accepts connections on the listener.
 
         Raises:
             GroupBroken: not all engines connected.
             WorkerFailed: a worker has died.
         """
-        assert self._held.place == GroupPlace(spec.rank, spec.size), "another place was prepared"
+        assert self._holder.in_group == GroupPosition(spec.rank, spec.size), "not prepared"
         leader = self._leader
         if leader is not None:
-            leader.team.tell(JoinGroup(spec))
+            leader.team.send(JoinGroup(spec))
         try:
             group = join_engines(spec, self._device, listener, shards=self._num_shards)
         except GroupBroken:
@@ -199,7 +199,7 @@ class InProcessExecutor(GroupExecutor):
                 leader.team.collect()
             raise
         self._steps.regroup()
-        self._held.share_experts(group.processes)
+        self._holder.share_experts(group.processes)
         try:
             if leader is not None:
                 leader.wait()
@@ -220,8 +220,12 @@ class InProcessExecutor(GroupExecutor):
         With tensor parallelism: the format of one shard's part, and the number of parts.
         """
         assert self._runner is not None
-        own = self._runner.block_format
-        return own if self._leader is None else f"{self._leader.group.size} parts of {own}"
+        block_format = self._runner.block_format
+        return (
+            block_format
+            if self._leader is None
+            else f"{self._leader.group.size} parts of {block_format}"
+        )
 
     def read_block(self, block_id: int) -> bytes:
         """Return the contents of a KV cache block; no step may be writing to it.
@@ -272,7 +276,7 @@ class InProcessExecutor(GroupExecutor):
         allocates the KV cache.
         """
         self._runner = self._pipelined = None
-        self._held.sleep(level)
+        self._holder.sleep(level)
         if self._leader is not None:
             self._leader.call(Sleep(level))
 
@@ -284,14 +288,14 @@ class InProcessExecutor(GroupExecutor):
         """
         if self._runner is not None:
             return
-        loaded = self._held.wake_up()
+        loaded = self._holder.wake_up()
         try:
             self.info.check_unchanged(loaded.fingerprint)
         except CannotDo:
-            self._held.free()
+            self._holder.free()
             raise
         if kv_cache:
-            self._run_with(loaded)
+            self._build_runner(loaded)
 
     def load_weights(self, model: str, revision: str | None) -> None:
         """Switch to another checkpoint, with an empty KV cache.
@@ -331,22 +335,22 @@ class InProcessExecutor(GroupExecutor):
 
     def settle_weights(self, *, back: bool) -> None:
         """Free the previous weights, or with `back` switch back to them and free the new ones."""
-        kept, self._kept = self._kept, None
-        if back and kept is None:
+        previous, self._previous = self._previous, None
+        if back and previous is None:
             raise CannotDo("the previous weights are no longer available")
         if self._leader is not None:
             self._leader.call(SettleWeights(back))
-        if kept is not None and back:
-            self._config, self.info = kept
+        if previous is not None and back:
+            self._config, self.info = previous
             self._runner = self._pipelined = None  # which holds the KV cache
-        self._held.settle(back=back)
+        self._holder.settle(back=back)
         if back:
-            self._run_with(self._loaded)
+            self._build_runner(self._loaded)
 
     def _check_takes_weights(self) -> None:
-        loaded = self._held.loaded
+        loaded = self._holder.loaded
         reasons = {
-            "with --enable-expert-parallel": self._held.place is not None,
+            "with --enable-expert-parallel": self._holder.in_group is not None,
             "with --pipeline-parallel-size": self._num_stages > 1,
             "of a GGUF file": is_gguf(self._config.model.model),
         }
@@ -375,19 +379,19 @@ class InProcessExecutor(GroupExecutor):
         """Load other weights; the previous ones are kept until settled, so both need memory."""
         if self._runner is None:
             raise CannotDo("the engine sleeps: wake it up before its weights are replaced")
-        before, kept = self._loaded.model, (self._config, self.info)
-        self._kept = None
+        before, previous = self._loaded.model, (self._config, self.info)
+        self._previous = None
         self._config = replace(self._config, model=settings)
         what = settings.model if sent is None else "the trainer's update"
         try:
             if sent is not None and self._leader is not None:
                 self._leader.take_weights(sent)
-            loaded = self._held.replace(sent)
+            loaded = self._holder.replace(sent)
             if loaded.model.spec != before.spec or loaded.model.dtype != before.dtype:
                 raise CannotDo(f"{what} is a model of another shape")
         except Exception as error:
-            self._config = kept[0]
-            self._held.settle(back=True)
+            self._config = previous[0]
+            self._holder.settle(back=True)
             if sent is not None and self._leader is not None:
                 self._leader.call(SettleWeights(back=True))
             if isinstance(error, CannotDo):
@@ -398,8 +402,8 @@ class InProcessExecutor(GroupExecutor):
                 sent.tensors = {}  # the loader would keep them alive
         self.info = replace(self.info, model_fingerprint=loaded.fingerprint)
         self._runner = self._pipelined = None  # which holds the KV cache
-        self._run_with(loaded)
-        self._kept = kept
+        self._build_runner(loaded)
+        self._previous = previous
         give_back_freed_memory(self._device)
 
     def start_profile(self) -> None:
@@ -427,8 +431,8 @@ class InProcessExecutor(GroupExecutor):
             self.adapters.shutdown()
         if self._transfer is not None:
             self._transfer.leave()
-        self._runner = self._pipelined = self._kept = None
-        self._held.close()
+        self._runner = self._pipelined = self._previous = None
+        self._holder.close()
         if self._leader is not None:
             self._leader.close()
 
@@ -441,18 +445,21 @@ class InProcessExecutor(GroupExecutor):
             raise self._leader.team.failure() from error
 
     def _load(
-        self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
+        self,
+        in_group: GroupPosition | None,
+        balance: ExpertBalance | None,
+        sent: TensorFiles | None,
     ) -> LoadedModel:
         """Load the weights, including those of a draft model."""
         loaded = load_model(
             self._config,
             self._device,
             self._report,
-            place=place,
+            in_group=in_group,
             shard=self._shard,
             stage=self._num_stages - 1,
             balance=balance,
-            sees=True,
+            with_vision=True,
             sent=sent,
         )
         longest = model_length(loaded.model.spec, self._config.model)
@@ -480,14 +487,16 @@ class InProcessExecutor(GroupExecutor):
         draft = draft_price(loaded.draft, spec, model.dtype, self._config)
         scheduling = self._config.scheduler
         if scheduling.max_draft_tokens:
-            given = scheduling.speculative_row_price
+            configured = scheduling.speculative_row_price
             logger.info(
                 "drafts: a token counts as %.3g of a step of one token, drafting it as %.3g",
-                row if given is None else given,
+                row if configured is None else configured,
                 draft,
             )
-        kept = 0 if loaded.vision is None else self._config.cache.encoder_cache_bytes
-        sizing = KvSizing(self._config, self._device, processes, self._leader, loaded.draft, kept)
+        reserved = 0 if loaded.vision is None else self._config.cache.encoder_cache_bytes
+        sizing = KvSizing(
+            self._config, self._device, processes, self._leader, loaded.draft, reserved
+        )
         return ExecutorInfo(
             num_kv_blocks=sizing.num_blocks(model, max_model_len, shape),
             max_model_len=max_model_len,
@@ -511,10 +520,10 @@ class InProcessExecutor(GroupExecutor):
 
     @property
     def _loaded(self) -> LoadedModel:
-        assert self._held.loaded is not None, "the weights are here"
-        return self._held.loaded
+        assert self._holder.loaded is not None, "the weights are here"
+        return self._holder.loaded
 
-    def _run_with(self, loaded: LoadedModel) -> None:
+    def _build_runner(self, loaded: LoadedModel) -> None:
         """Allocate an empty KV cache, and build the runner that uses it."""
         model, pooling = loaded.model, loaded.pooling
         if self._leader is not None:

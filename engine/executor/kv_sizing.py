@@ -41,7 +41,7 @@ class KvSizing:
         budget = cache.kv_cache_memory_bytes or (
             available_memory(self.device, self.processes) - self.kept_bytes
         )
-        available = self._fewest(max(0, budget) // block_bytes)
+        available = self._minimum_over_workers(max(0, budget) // block_bytes)
         is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
         if self.device.type == "cuda" and not is_given:  # measure the largest step
             after_trial = self.blocks_after_trial(model, max_model_len)
@@ -70,7 +70,7 @@ class KvSizing:
             size = parallel.data_parallel_size * parallel.tensor_parallel_size
             experts.join(MirrorGroup(size))
         try:
-            left = profiled_memory(
+            free_bytes = profiled_memory(
                 model,
                 self.config.cache,
                 self.config.scheduler,
@@ -83,21 +83,23 @@ class KvSizing:
             if experts is not None:
                 experts.leave()
         if leader is not None:
-            leader.team.tell(EndTrial())
-        return self._fewest(left // self._block_bytes(model))
+            leader.team.send(EndTrial())
+        return self._minimum_over_workers(free_bytes // self._block_bytes(model))
 
     def _begin_trial(self, num_blocks: int) -> None:
         if self.leader is not None:
             self.leader.call(BeginTrial(num_blocks))
 
-    def _fewest(self, own: int) -> int:
+    def _minimum_over_workers(self, num_blocks: int) -> int:
         """Return the minimum of free KV blocks over all processes, once all have replied."""
         others = [] if self.leader is None else self.leader.team.collect()
-        return min([own, *(answer.free_blocks for answer in others)])
+        return min([num_blocks, *(answer.free_blocks for answer in others)])
 
     def _block_bytes(self, model: Decoder) -> int:
         """Return the bytes of one block, in the KV caches of both models if there are two."""
         models = (model,) if self.draft is None else (model, self.draft)
         size = self.config.cache.block_size
-        kept = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0
-        return kept + sum(bytes_per_block(each.spec, size, each.kv_format) for each in models)
+        state_bytes = self.draft.state_bytes if isinstance(self.draft, DraftHead) else 0
+        return state_bytes + sum(
+            bytes_per_block(each.spec, size, each.kv_format) for each in models
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.shared.config import ParallelConfig
 
 
-class Place(NamedTuple):
+class GridPosition(NamedTuple):
     """One process's part: a stage has some of the layers, a shard a part of each of them."""
 
     stage: int
@@ -34,23 +34,23 @@ class Layout(NamedTuple):
         """Total number of processes."""
         return self.stages * self.shards
 
-    def place(self, rank: int) -> Place:
-        """Return the place of a process; the leader's rank is 0."""
+    def position(self, rank: int) -> GridPosition:
+        """Return the position of a process; the leader's rank is 0."""
         stage, shard = divmod(rank, self.shards)
-        return Place((stage - 1) % self.stages, shard)
+        return GridPosition((stage - 1) % self.stages, shard)
 
     def node(self, rank: int) -> int:
         """Return the node of a process; the leader's is 0."""
-        return (self.place(rank).stage // self._stages_on_node + 1) % self.nodes
+        return (self.position(rank).stage // self._stages_on_node + 1) % self.nodes
 
     def on_node(self, node: int) -> list[int]:
         """Return the ranks of a node's processes, in order."""
         return [rank for rank in range(self.size) if self.node(rank) == node]
 
-    def number(self, rank: int) -> int:
+    def index_on_node(self, rank: int) -> int:
         """Return a process's index on its node, in stage order, which determines its device."""
-        place = self.place(rank)
-        return place.stage % self._stages_on_node * self.shards + place.shard
+        position = self.position(rank)
+        return position.stage % self._stages_on_node * self.shards + position.shard
 
     @property
     def _stages_on_node(self) -> int:
@@ -62,11 +62,11 @@ class Layout(NamedTuple):
         return range(first, first + self.shards)
 
     @property
-    def mates(self) -> range:
+    def stage_workers(self) -> range:
         """Ranks of the other processes in the leader's stage."""
         return range(1, self.shards)
 
     @property
-    def earlier(self) -> range:
+    def earlier_ranks(self) -> range:
         """Ranks of all stages before the last."""
         return range(self.shards, self.size)

@@ -56,18 +56,18 @@ class TeamLeader:
 
         Raises:
             WorkerFailed: a worker cannot start.
-            UnlikeWorkers: a worker has another kind of device.
+            MismatchedWorkers: a worker has another kind of device.
         """
         self.team = team
         self._device = device
         self._layout = layout = Layout.of(config.parallel)
         num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
         self._stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
-        team.meet(device.type)
+        team.wait_until_loaded(device.type)
         spec = GroupSpec(team.address, 0, team.size, 0, GROUP_TIMEOUT)
         shape = layout.stages, layout.shards
         try:
-            self._grid = join_grid(spec, shape, layout.place(0), device, team.listener)
+            self._grid = join_grid(spec, shape, layout.position(0), device, team.listener)
         except GroupBroken as error:
             raise team.failure() from error
         team.abort = self._grid.abort
@@ -89,24 +89,24 @@ class TeamLeader:
             images = None  # only the first stage needs them
         adapters = _slots(step.adapters)
         command = _forward(token_ids, positions, slots, step.rows, adapters, others, images)
-        self.team.tell(command, self._layout.mates)
+        self.team.send(command, self._layout.stage_workers)
 
     def dummy_step(self) -> None:
         """Have them run their experts for other engines."""
-        self.team.tell(DummyStep(), self._layout.mates)
+        self.team.send(DummyStep(), self._layout.stage_workers)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have the workers of this stage compute their part of the logits of these states."""
-        self.team.tell(Logits(len(hidden), _slots(adapters)), self._layout.mates)
+        self.team.send(Logits(len(hidden), _slots(adapters)), self._layout.stage_workers)
         self.group.broadcast(hidden.contiguous())
 
     def embed(self, token_ids: Tensor) -> None:
         """Have the workers of this stage look up tokens in their part of the embedding."""
-        self.team.tell(Embed(_array(token_ids).tobytes()), self._layout.mates)
+        self.team.send(Embed(_array(token_ids).tobytes()), self._layout.stage_workers)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have the workers of this stage load their part of an adapter into a slot."""
-        self.team.tell(LoadAdapter(slot, _shapes(weights)), self._layout.mates)
+        self.team.send(LoadAdapter(slot, _shapes(weights)), self._layout.stage_workers)
         for pair in weights.values():
             for matrix in pair:
                 self.group.broadcast(matrix.to(self._device).contiguous())
@@ -121,29 +121,29 @@ class TeamLeader:
         names, tensors = list(sent.tensors), list(sent.tensors.values())
         types = [str(each.dtype).removeprefix("torch.") for each in tensors]
         command = TakeWeights(names, types, [list(each.shape) for each in tensors])
-        self.team.tell(command, self._layout.mates)
+        self.team.send(command, self._layout.stage_workers)
         for each in tensors:
             self.group.broadcast(each.to(self._device).contiguous())
         self.wait()
 
-    def read_block(self, block_id: int, own: bytes) -> bytes:
+    def read_block(self, block_id: int, content: bytes) -> bytes:
         """Return the contents of a KV block from all processes of this stage, in rank order."""
-        self.team.tell(ReadBlock(block_id), self._layout.mates)
-        coming = [
-            self.group.begin_receive(torch.empty(len(own), dtype=torch.uint8), rank)
-            for rank in self._layout.mates
+        self.team.send(ReadBlock(block_id), self._layout.stage_workers)
+        receives = [
+            self.group.begin_receive(torch.empty(len(content), dtype=torch.uint8), rank)
+            for rank in self._layout.stage_workers
         ]
-        return own + b"".join([_bytes(each.wait()) for each in coming])
+        return content + b"".join([_bytes(each.wait()) for each in receives])
 
     def write_block(self, block_id: int, content: bytes) -> bytes:
         """Have them overwrite their parts of a KV block; return this process's part."""
-        self.team.tell(WriteBlock(block_id), self._layout.mates)
+        self.team.send(WriteBlock(block_id), self._layout.stage_workers)
         parts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        own, *others = parts.chunk(self.group.size)
-        leaving = [self.group.begin_send(part, rank) for rank, part in enumerate(others, 1)]
-        for each in leaving:
+        first, *others = parts.chunk(self.group.size)
+        sends = [self.group.begin_send(part, rank) for rank, part in enumerate(others, 1)]
+        for each in sends:
             each.wait()
-        return _bytes(own)
+        return _bytes(first)
 
     def earlier(self, model: Decoder) -> EarlierStages | None:
         """Return the earlier stages, given this one's part of the model; None if there are none."""
@@ -158,7 +158,7 @@ class TeamLeader:
             CannotDo: a worker could not, for the reason given.
             WorkerFailed: a worker has died.
         """
-        self.team.tell(command)
+        self.team.send(command)
         self.wait()
 
     def wait(self) -> None:
@@ -209,21 +209,21 @@ class _TeamStages:
         states = torch.empty(
             len(rows.token_ids), self._width, dtype=self._dtype, device=self._device
         )
-        arriving = self._grid.begin_receive(states)
+        receive = self._grid.begin_receive(states)
         adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
         arrays = rows.token_ids, rows.turns, rows.cache_slots
         command = _forward(*arrays, shape, adapters, rows.other_slots, images)
-        self._team.tell(command, self._layout.earlier)
-        return arriving
+        self._team.send(command, self._layout.earlier_ranks)
+        return receive
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have them load their part of an adapter into a slot, before any later command."""
         for number, stage in enumerate(self._stages):
-            here = {name: pair for name, pair in weights.items() if stage.has(name)}
+            local = {name: pair for name, pair in weights.items() if stage.has(name)}
             first, *others = self._layout.ranks(number)
-            data = b"".join(_bytes(matrix) for pair in here.values() for matrix in pair)
-            self._team.tell(LoadAdapter(slot, _shapes(here), data), [first])
-            self._team.tell(LoadAdapter(slot, _shapes(here)), others)
+            data = b"".join(_bytes(matrix) for pair in local.values() for matrix in pair)
+            self._team.send(LoadAdapter(slot, _shapes(local), data), [first])
+            self._team.send(LoadAdapter(slot, _shapes(local)), others)
 
 
 def _slots(adapters: AdapterRows | None) -> bytes:

@@ -11,7 +11,7 @@ import torch
 
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
-from engine.executor.rules import check_sharded_state, why_blind
+from engine.executor.rules import check_sharded_state, why_no_images
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -23,14 +23,14 @@ from engine.models.formats.files import TensorFiles, computed_fingerprint
 from engine.models.heads.eagle3 import is_eagle3, is_other_head
 from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
-from engine.models.loading.decoder import AdapterRoom, DecoderLoader, Shard
+from engine.models.loading.decoder import AdapterCapacity, DecoderLoader, Shard
 from engine.models.loading.invariance import is_batch_invariant
 from engine.models.loading.kernels_ahead import compile_ahead
-from engine.models.loading.mlps import GroupPlace
+from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import divide_layers
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.settings import (
     compute_types,
     fits_caches,
@@ -74,19 +74,19 @@ def load_model(
     device: torch.device,
     report: Callable[[str], None],
     *,
-    place: GroupPlace | None = None,
+    in_group: GroupPosition | None = None,
     shard: Shard | None = None,
     stage: int = 0,
     balance: ExpertBalance | None = None,
     served: CacheGroups | None = None,
-    sees: bool = False,
+    with_vision: bool = False,
     sent: TensorFiles | None = None,
 ) -> LoadedModel:
-    """Load the weights: all of them, the experts of one place, or one shard of each layer.
+    """Load the weights: all, the experts of a position in a group, or a shard of each layer.
 
     With pipeline stages, only those of the given stage. With --enable-eplb, the expert load
     measured before a reload is passed as `balance`. A draft model gets the cache groups of the
-    model that is `served`. A vision encoder is loaded only if `sees`. Weights that were `sent`
+    model that is `served`. A vision encoder is loaded only `with_vision`. Weights that were `sent`
     replace the files' weights.
 
     Raises:
@@ -119,25 +119,25 @@ def load_model(
     if settings.load_format == "sharded_state" and sent is None:
         # A single process holds everything, cut for one rank.
         ranks = (0, 1) if shard is None else (shard.group.rank, shard.group.size)
-        checkpoint = ShardedState(directory, spec, Cut(spec, *ranks))
+        checkpoint = ShardedState(directory, spec, TensorSharding(spec, *ranks))
     else:
         checkpoint = open_checkpoint(directory, spec, settings, sent)
-    place = None if spec.moe is None else place
+    in_group = None if spec.moe is None else in_group
     parallel = config.parallel
     stages = divide_layers(
         spec.num_layers, parallel.pipeline_parallel_size, parallel.layers_of_stages
     )
-    is_alone = place is None and parallel.processes == 1
-    types = compute_types(spec, settings, checkpoint, device=device, is_alone=is_alone)
-    types = types._replace(kept=config.cache.kv_cache_dtype)
-    if balance is None and place is not None and parallel.enable_eplb:
-        balance = _new_balance(spec, parallel, place.size, device)
+    in_one_process = in_group is None and parallel.processes == 1
+    types = compute_types(spec, settings, checkpoint, device=device, in_one_process=in_one_process)
+    types = types._replace(kv_cache_dtype=config.cache.kv_cache_dtype)
+    if balance is None and in_group is not None and parallel.enable_eplb:
+        balance = _new_balance(spec, parallel, in_group.size, device)
     is_eager = device.type == "cpu" and config.executor.enforce_eager
     is_stock = is_eager or not kernels_are_faster(device)
     kernels = None if is_stock else fused_kernels(types.activations, device)
-    rounding = quantization(settings, types, device=device, is_alone=is_alone)
-    is_whole = place is None and shard is None
-    is_plain = rounding is None and types.kept == "auto" and not config.lora.enable_lora
+    rounding = quantization(settings, types, device=device, in_one_process=in_one_process)
+    is_whole = in_group is None and shard is None
+    is_plain = rounding is None and types.kv_cache_dtype == "auto" and not config.lora.enable_lora
     if kernels is not None and device.type == "cpu" and is_plain and is_whole:
         report("preparing kernels: the first start on a machine compiles them")
         compile_ahead(spec, draws_tokens=pooling is None)
@@ -154,12 +154,12 @@ def load_model(
         types=types,
         device=device,
         max_model_len=model_length(spec, settings),
-        place=place,
+        in_group=in_group,
         shard=shard,
         stage=stages[stage],
         quantization=rounding,
         batch_invariant=is_invariant,
-        adapters=AdapterRoom.of(config.lora),
+        adapters=AdapterCapacity.of(config.lora),
         balance=balance,
         kernels=kernels,
     )
@@ -167,16 +167,16 @@ def load_model(
         model = loader.load(lambda layer, layers: report(f"{what}: layer {layer} of {layers}"))
         fingerprint = computed_fingerprint(checkpoint.fingerprint(), settings.quantization)
         vision = None
-        if sees and pooling is None and _sees(config, directory, spec.vision):
+        if with_vision and pooling is None and _takes_images(config, directory, spec.vision):
             report(f"loading the vision encoder of {served_names(settings)[0]}")
             vision = load_vision(directory, spec, settings, types.activations, device)
         return LoadedModel(model, fingerprint, loader, pooling, is_invariant, vision)
 
 
-def _sees(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
+def _takes_images(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
     if vision is None or config.model.language_model_only:
         return False
-    reason = why_blind(config, vision)
+    reason = why_no_images(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
         reason = f"the weights in {directory}, which include no vision encoder"
     is_tower = isinstance(vision, TowerSpec)
@@ -200,13 +200,13 @@ def _cache_groups(
         return CacheGroups(served.windows, of_layers)
     if _has_head(config):
         return CacheGroups()
-    has_draft, beside = config.scheduler.speculative_model is not None, 0.0
+    has_draft, extra_layers = config.scheduler.speculative_model is not None, 0.0
     if has_draft:
         draft = read_spec(model_directory(draft_settings(config), weights=False))
-        beside = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
+        extra_layers = draft.num_layers * prod(draft.kv_shape) / prod(spec.kv_shape)
     groups = one_group(spec.windows)
     if device.type == "cpu":
-        groups = divide(spec.windows, model_length(spec, config.model), beside)
+        groups = divide(spec.windows, model_length(spec, config.model), extra_layers)
     return CacheGroups() if has_draft and None not in groups.windows else groups
 
 
@@ -215,19 +215,19 @@ def _has_head(config: EngineConfig) -> bool:
     scheduling = config.scheduler
     if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
         return scheduling.drafts_with_model
-    described = read_config(model_directory(draft_settings(config), weights=False))
-    return is_eagle3(described) or is_other_head(described)
+    draft_config = read_config(model_directory(draft_settings(config), weights=False))
+    return is_eagle3(draft_config) or is_other_head(draft_config)
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:
     """Return the model settings for drafting, except length: a model, a head, or a layer."""
     name, quantization = config.scheduler.speculative_model, config.model.quantization
     quantization = config.scheduler.speculative_model_quantization or quantization
-    own = msgspec.structs.replace(config.model, quantization=quantization)
+    settings = msgspec.structs.replace(config.model, quantization=quantization)
     if name is None:
-        return own
+        return settings
     return msgspec.structs.replace(
-        own, model=name, revision=None, model_impl="swell", runner="generate"
+        settings, model=name, revision=None, model_impl="swell", runner="generate"
     )
 
 
@@ -248,7 +248,7 @@ def _new_balance(
         parallel.eplb_step_interval,
         device,
     )
-    balance.form(size)
+    balance.reset(size)
     return balance
 
 
@@ -337,14 +337,14 @@ def take_device(config: EngineConfig, rank: int = 0) -> torch.device:
     Raises:
         ValueError: CUDA is requested but unavailable, or lacks devices for the node's engines.
     """
-    wanted = config.model.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    device_type = config.model.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device was found")
-    worker = Layout.of(config.parallel).number(rank)
+    worker = Layout.of(config.parallel).index_on_node(rank)
     # torch renumbers the devices of CUDA_VISIBLE_DEVICES, if set.
     number = device_number(config.parallel, worker, torch.cuda.device_count())
     torch.cuda.set_device(number)

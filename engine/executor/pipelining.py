@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from engine.batch.batch import BatchPlan, BatchResult
-from engine.runner.model_runner import BegunStep, ModelRunner
+from engine.runner.model_runner import ModelRunner, StartedStep
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class _Step:
     plan: BatchPlan
     follows: int
     """Number of the step that samples the last of its input tokens."""
-    begun: BegunStep | None = None
+    started: StartedStep | None = None
     error: Exception | None = None
     """Why it could not begin."""
 
@@ -53,15 +53,15 @@ class PipelinedSteps:
                 if draws:
                     self._drawn_by[slot] = step.number
             self._waiting.append(step)
-            self._begin_ready()
+            self._start_ready()
         return self._thread.submit(self._finish, step)
 
-    def _begin_ready(self) -> None:
+    def _start_ready(self) -> None:
         """Begin the steps whose input tokens are known, in order; the lock must be held."""
         while self._waiting and self._waiting[0].follows <= self._finished:
             step = self._waiting.popleft()
             try:
-                step.begun = self._runner.begin(step.plan)
+                step.started = self._runner.begin(step.plan)
             except Exception as error:  # raised to whoever waits for this step
                 step.error = error
 
@@ -69,8 +69,8 @@ class PipelinedSteps:
         try:
             if step.error is not None:
                 raise step.error
-            return self._runner.finish(step.begun)
+            return self._runner.finish(step.started)
         finally:
             with self._lock:
                 self._finished = step.number
-                self._begin_ready()
+                self._start_ready()

@@ -23,16 +23,16 @@ def check_draft_settings(config: EngineConfig) -> None:
     """
     if config.scheduler.drafts_with_model and config.executor.executor == "simulated":
         raise BadDraftModel(
-            f"{_asking(config)}: leave out --executor simulated, which computes no model"
+            f"{_draft_setting(config)}: leave out --executor simulated, which computes no model"
         )
 
 
-def _asked(refused: dict[str, bool]) -> str:
+def _applicable(refused: dict[str, bool]) -> str:
     """Return the reasons that apply; "" if none does."""
     return "; ".join(reason for reason, applies in refused.items() if applies)
 
 
-def _asking(config: EngineConfig) -> str:
+def _draft_setting(config: EngineConfig) -> str:
     """Return the setting that requests drafts."""
     is_mtp = config.scheduler.speculative_method == "mtp"
     return "--speculative-method mtp" if is_mtp else "--speculative-model"
@@ -58,8 +58,8 @@ def check_head_settings(config: EngineConfig, *, is_fallback: bool) -> None:
         "leave --pipeline-parallel-size at 1: the last stage, which drafts, has neither states of "
         "earlier layers nor the embedding": config.parallel.pipeline_parallel_size > 1,
     }
-    if reasons := _asked(refused):
-        raise BadDraftModel(f"{_asking(config)} with a draft head: {reasons}")
+    if reasons := _applicable(refused):
+        raise BadDraftModel(f"{_draft_setting(config)} with a draft head: {reasons}")
 
 
 def check_draft_model(
@@ -91,12 +91,18 @@ def check_draft_model(
             f"{what}: it was made for {spec.max_position_embeddings} positions: set "
             f"--max-model-len to that or less, which is {max_model_len} now"
         )
-    own, others = _tokens(directory), _tokens(model_directory(served, weights=False))
-    if own is not None and others is not None and own != others:
-        different = min(index for index, _ in set(own.items()) ^ set(others.items()))
+    draft_tokens, served_tokens = (
+        _tokens(directory),
+        _tokens(model_directory(served, weights=False)),
+    )
+    if draft_tokens is not None and served_tokens is not None and draft_tokens != served_tokens:
+        different = min(
+            index for index, _ in set(draft_tokens.items()) ^ set(served_tokens.items())
+        )
         raise BadDraftModel(
-            f"{what}: token {different} is {own.get(different)!r} in its tokenizer, and "
-            f"{others.get(different)!r} in that of the model that is served: both need the same"
+            f"{what}: token {different} is {draft_tokens.get(different)!r} in its tokenizer, and "
+            f"{served_tokens.get(different)!r} in that of the model that is served: both need the "
+            "same"
         )
 
 
@@ -152,7 +158,7 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
                 config.model.quantization is not None
             ),
         }
-    if reasons := _asked(refused):
+    if reasons := _applicable(refused):
         raise BadPooling(f"this model makes vectors (--runner pooling): {reasons}")
 
 
@@ -171,13 +177,13 @@ def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: 
         "--runner pooling has its weights read whole": is_pooling,
         "a GGUF file is read whole": is_gguf(config.model.model),
     }
-    if config.model.load_format == "sharded_state" and (reasons := _asked(refused)):
+    if config.model.load_format == "sharded_state" and (reasons := _applicable(refused)):
         raise UnsupportedModel(f"--load-format sharded_state: {reasons}")
 
 
-def why_blind(config: EngineConfig, vision: VisionSpec) -> str | None:
+def why_no_images(config: EngineConfig, vision: VisionSpec) -> str | None:
     """Return why images are refused; None if they are accepted."""
-    if not vision.sees_all:
+    if not vision.is_bidirectional:
         return None
     scheduling = config.scheduler
     step = scheduling.max_num_batched_tokens

@@ -22,9 +22,9 @@ class StepThread:
     the GIL while it computes); otherwise `submit` returns when the step is done.
     """
 
-    def __init__(self, device: torch.device, *, own: bool) -> None:
-        """Create it; `own` gives it a thread, so that steps overlap with the caller's work."""
-        self.pool = _one_thread(device) if own else None
+    def __init__(self, device: torch.device, *, own_thread: bool) -> None:
+        """Create it; with `own_thread`, steps overlap with the caller's work."""
+        self.pool = _one_thread(device) if own_thread else None
         """The thread, if it is separate."""
         self._in_group = False
         self._loss: Exception | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.distributed.spec import listener_address, open_listener
-from engine.executor.environment import settle_environment, sharers
+from engine.executor.environment import compute_processes, settle_environment
 from engine.executor.layout import Layout
 from engine.executor.team_messages import Command, WorkerLaunch, WorkerReply
 from engine.executor.worker_process import StartedWorker, end_worker, start_worker
@@ -29,7 +29,7 @@ CAUSE_TIMEOUT = 0.5
 """Seconds to wait, after a worker's error, for the death of another that may have caused it."""
 FAILURE_TIMEOUT = 5.0
 """Seconds for a failure observed by one process to become known, on a busy machine."""
-_LARGEST_WORD = 1 << 20
+_MAX_MESSAGE = 1 << 20
 """Maximum bytes of a message from a worker, which may be on another node."""
 
 
@@ -37,7 +37,7 @@ class WorkerFailed(Exception):
     """A worker process has died or cannot continue, so the engine cannot either."""
 
 
-class UnlikeWorkers(ValueError):
+class MismatchedWorkers(ValueError):
     """Workers, possibly on other nodes, do not match the engine's own process."""
 
 
@@ -47,8 +47,8 @@ class _Worker:
     def __init__(self, rank: int, started: StartedWorker) -> None:
         self.rank = rank
         self.process, self.lifeline, self.commands = started
-        self.statuses = FrameReader(ChildStatus, _LARGEST_WORD)
-        self.answers = FrameReader(WorkerReply, _LARGEST_WORD)
+        self.statuses = FrameReader(ChildStatus, _MAX_MESSAGE)
+        self.answers = FrameReader(WorkerReply, _MAX_MESSAGE)
         self.has_answered = False
         """Before its first reply it imports libraries and reads no commands."""
 
@@ -61,7 +61,7 @@ class Team:
         config: EngineConfig,
         engine: int,
         engines_on_node: int,
-        elsewhere: "NodeLinks | None" = None,
+        nodes: "NodeLinks | None" = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """Start the workers, which load their libraries in parallel with the caller.
@@ -74,32 +74,32 @@ class Team:
             OSError: a process cannot be started; none is left running.
         """
         self.size = config.parallel.processes
-        settle_environment(sharers(config, engines_on_node))  # inherited by the workers
+        settle_environment(compute_processes(config, engines_on_node))  # inherited by the workers
         self._on_failure = on_failure
         self.abort: Callable[[], None] | None = None
         """Called before `on_failure`: aborts collectives that wait for a worker."""
-        self.listener = open_listener("127.0.0.1" if elsewhere is None else elsewhere.host)
+        self.listener = open_listener("127.0.0.1" if nodes is None else nodes.host)
         self.address = listener_address(self.listener)
         self._failure: str | None = None
         self._closing = False
         self._answers: SimpleQueue[WorkerReply | None] = SimpleQueue()
         self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._watch, name="team", daemon=True)
-        self._elsewhere = elsewhere
+        self._nodes = nodes
         layout = Layout.of(config.parallel)
         try:
             for rank in range(1, self.size):
-                if elsewhere is not None and layout.node(rank):
-                    self._workers.append(_Worker(rank, elsewhere.worker(rank)))
+                if nodes is not None and layout.node(rank):
+                    self._workers.append(_Worker(rank, nodes.worker(rank)))
                     continue
                 launch = WorkerLaunch(
                     config, engine, rank, self.size, self.address, engines_on_node
                 )
                 self._workers.append(_Worker(rank, start_worker(launch)))
-            if elsewhere is not None:
-                elsewhere.begin(engine, self.address)
+            if nodes is not None:
+                nodes.begin(engine, self.address)
         except OSError:
-            self._dismiss()
+            self._disconnect()
             self._wait_for_all()
             raise
         self._thread.start()
@@ -109,7 +109,7 @@ class Team:
         """Process ids of the workers on this node."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
-    def meet(self, device: str) -> None:
+    def wait_until_loaded(self, device: str) -> None:
         """Wait until all workers have loaded their libraries.
 
         Args:
@@ -117,16 +117,16 @@ class Team:
 
         Raises:
             WorkerFailed: a worker has died.
-            UnlikeWorkers: a worker uses another device type.
+            MismatchedWorkers: a worker uses another device type.
         """
         for answer in self.collect():
             if answer.device != device:
-                raise UnlikeWorkers(
+                raise MismatchedWorkers(
                     f"a worker's device is {answer.device}, but that of the engine's own process "
                     f"is {device}: give all nodes the same --device"
                 )
 
-    def tell(self, command: Command, ranks: Collection[int] | None = None) -> None:
+    def send(self, command: Command, ranks: Collection[int] | None = None) -> None:
         """Send a command to all workers, or to those of these ranks.
 
         Raises:
@@ -164,11 +164,11 @@ class Team:
     def close(self) -> None:
         """Terminate all workers; idempotent."""
         self._closing = True
-        self._dismiss()
+        self._disconnect()
         self._thread.join()
         self._wait_for_all()
 
-    def _dismiss(self) -> None:
+    def _disconnect(self) -> None:
         for worker in self._workers:
             for connection in (worker.lifeline, worker.commands):
                 with contextlib.suppress(OSError):  # the other end closed first
@@ -183,8 +183,8 @@ class Team:
             worker.lifeline.close()
             worker.commands.close()
         self.listener.close()
-        if self._elsewhere is not None:
-            self._elsewhere.close()
+        if self._nodes is not None:
+            self._nodes.close()
 
     def _watch(self) -> None:
         """Pass on replies until a worker fails or the team is closed."""
@@ -197,8 +197,8 @@ class Team:
                 ready = selector.select(CAUSE_TIMEOUT if complaint else None)
                 for key, _ in ready:
                     try:
-                        said = self._read(selector, key)
-                        complaint = complaint or said
+                        message = self._read(selector, key)
+                        complaint = complaint or message
                     except msgspec.DecodeError as error:
                         self._failure = f"worker {key.data.rank} cannot be understood: {error}"
                 if complaint and not ready:

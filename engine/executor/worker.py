@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from engine.batch.executor import CannotDo
-from engine.batch.weight_transfer import SentTensors, announced
+from engine.batch.weight_transfer import SentTensors, announced_tensors
 from engine.distributed.engines import EngineGroup, join_engines
 from engine.distributed.grid import Grid, join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
-from engine.executor.held_model import HeldModel
 from engine.executor.layout import Layout
 from engine.executor.loading import LoadedModel, load_model, set_threads, take_device
+from engine.executor.model_holder import ModelHolder
 from engine.executor.step_thread import StepThread
 from engine.executor.team_messages import (
     GROUP_TIMEOUT,
@@ -57,7 +57,7 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
 from engine.models.formats.files import TensorFiles
 from engine.models.loading.decoder import Shard
-from engine.models.loading.mlps import GroupPlace
+from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.models.parallel.experts import ExpertsLost, MirrorGroup
 from engine.models.step import ImageTokens, StepTokens
@@ -78,7 +78,7 @@ from engine.shared.own_process import end_signals
 
 logger = logging.getLogger(__name__)
 
-_SENT_AHEAD = 16
+_MAX_PENDING_SENDS = 16
 """Maximum sends of states to the next stage in progress: more than are ever in flight."""
 
 
@@ -90,32 +90,34 @@ class Worker:
         self._rank = launch.rank
         self._processes = launch.engines_on_node * launch.config.parallel.processes_on_node
         layout = Layout.of(launch.config.parallel)
-        self._stage = layout.place(launch.rank).stage
+        self._stage = layout.position(launch.rank).stage
         self._is_last = self._stage == layout.stages - 1
         self._grid = grid
         self._device = device
-        parallel, place = launch.config.parallel, None
+        parallel, in_group = launch.config.parallel, None
         if parallel.enable_expert_parallel:
             size = parallel.data_parallel_size
-            place = GroupPlace(launch.engine % size, size)
+            in_group = GroupPosition(launch.engine % size, size)
         self._engines: EngineGroup | None = None
-        self._held = HeldModel(self._load, device, place, logger.debug)
+        self._holder = ModelHolder(self._load, device, in_group, logger.debug)
         # A single engine has all experts in its own processes.
-        self._held.share_experts(grid.shards if parallel.data_parallel_size == 1 else None)
+        self._holder.share_experts(grid.shards if parallel.data_parallel_size == 1 else None)
         self._cache: list[Tensor] = []
-        self._steps = StepThread(device, own=False)
+        self._steps = StepThread(device, own_thread=False)
         self._trial: MemoryTrial | None = None
-        self._arriving: deque[Transfer] = deque()
+        self._receives: deque[Transfer] = deque()
         """Receives of states from the previous stage, for pending steps."""
-        self._leaving: deque[Transfer] = deque()
+        self._sends: deque[Transfer] = deque()
         """Sends of states to the next stage in progress."""
-        given = launch.config.cache.kv_cache_memory_bytes
-        self.free_blocks = (given or available_memory(device, self._processes)) // self._block_bytes
+        configured = launch.config.cache.kv_cache_memory_bytes
+        self.free_blocks = (
+            configured or available_memory(device, self._processes)
+        ) // self._block_bytes
         """KV blocks of this rank that fit in memory, as last measured."""
         keep_freed_memory()
 
     @torch.inference_mode()
-    def expect(self, command: Command) -> None:
+    def prepare(self, command: Command) -> None:
         """Prepare for an upcoming command: its states may arrive before it is executed."""
         if isinstance(command, Forward) and self._stage > 0:
             model = self._loaded
@@ -123,10 +125,10 @@ class Worker:
             states = torch.empty(
                 num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device
             )
-            self._arriving.append(self._grid.begin_receive(states))
+            self._receives.append(self._grid.begin_receive(states))
 
     @torch.inference_mode()
-    def obey(self, command: Command) -> bool:
+    def execute(self, command: Command) -> bool:
         """Execute a command; return whether it requires a reply.
 
         Raises:
@@ -139,7 +141,7 @@ class Worker:
                 except ExpertsLost as error:  # the leader has got it too
                     logger.info("%s", error)
             case PrepareGroup(position, size):
-                self._prepare_group(GroupPlace(position, size))
+                self._prepare_group(GroupPosition(position, size))
             case JoinGroup(spec):
                 self._join_group(spec)
             case LoadAdapter():
@@ -175,56 +177,59 @@ class Worker:
         match command:
             case Sleep(level):
                 self._cache = []
-                self._held.sleep(level)
+                self._holder.sleep(level)
             case TakeWeights():
                 self._take_weights(command)
             case SettleWeights(back):
-                self._held.settle(back=back)
+                self._holder.settle(back=back)
             case StartProfile():
                 self._steps.start_profile()
             case StopProfile(path):
-                self._steps.stop_profile(self._own_name(Path(path)))
+                self._steps.stop_profile(self._rank_path(Path(path)))
 
     @property
     def _loaded(self) -> Decoder:
-        assert self._held.loaded is not None, "the worker sleeps"
-        return self._held.loaded.model
+        assert self._holder.loaded is not None, "the worker sleeps"
+        return self._holder.loaded.model
 
     def _load(
-        self, place: GroupPlace | None, balance: ExpertBalance | None, sent: TensorFiles | None
+        self,
+        in_group: GroupPosition | None,
+        balance: ExpertBalance | None,
+        sent: TensorFiles | None,
     ) -> LoadedModel:
-        is_cut = self._config.parallel.tensor_parallel_size > 1
+        is_sharded = self._config.parallel.tensor_parallel_size > 1
         return load_model(
             self._config,
             self._device,
             logger.debug,
-            place=place,
-            shard=Shard(self._grid.shards) if is_cut else None,
+            in_group=in_group,
+            shard=Shard(self._grid.shards) if is_sharded else None,
             stage=self._stage,
             balance=balance,
             sent=sent,
         )
 
     def _take_weights(self, command: TakeWeights) -> None:
-        coming = announced(command.names, command.types, command.shapes)
+        expected = announced_tensors(command.names, command.types, command.shapes)
         tensors = {
             name: self._grid.shards.broadcast(torch.empty_like(like, device=self._device)).cpu()
-            for name, like in coming.items()
+            for name, like in expected.items()
         }
         sent = SentTensors(tensors)
         try:
-            self._held.replace(sent)
+            self._holder.replace(sent)
         except Exception as error:
             raise CannotDo(f"worker {self._rank}: {error}") from error
         finally:
             sent.tensors = {}  # the loader would keep them alive
 
-    def _prepare_group(self, place: GroupPlace) -> None:
+    def _prepare_group(self, in_group: GroupPosition) -> None:
         if self._engines is not None:
             self._engines.close()
             self._engines = None
-            self._held.share_experts(None)
-        self._held.move(place, self._grid.shards.size)
+            self._holder.share_experts(None)
+        self._holder.move(in_group, self._grid.shards.size)
 
     def _join_group(self, spec: GroupSpec) -> None:
         shards = self._grid.shards
@@ -232,7 +237,7 @@ class Worker:
             self._engines = join_engines(spec, self._device, shard=shards.rank, shards=shards.size)
         except GroupBroken as error:
             raise CannotDo(str(error)) from error
-        self._held.share_experts(self._engines.processes)
+        self._holder.share_experts(self._engines.processes)
 
     def _step(self, command: Forward | DummyStep | Embed) -> None:
         if isinstance(command, DummyStep):
@@ -241,16 +246,16 @@ class Worker:
         if isinstance(command, Embed):
             self._loaded.embed(self._tensor(command.token_ids))
             return
-        incoming = self._arriving.popleft().wait() if self._stage > 0 else None
+        incoming = self._receives.popleft().wait() if self._stage > 0 else None
         states = self._loaded(self._tokens(command), self._cache, incoming)
         if self._is_last:
             return
-        self._leaving.append(self._grid.begin_send(states))
-        if len(self._leaving) > _SENT_AHEAD:
-            self._leaving.popleft().wait()
+        self._sends.append(self._grid.begin_send(states))
+        if len(self._sends) > _MAX_PENDING_SENDS:
+            self._sends.popleft().wait()
 
     def _allocate(self, num_blocks: int) -> None:
-        model = self._held.wake_up().model
+        model = self._holder.wake_up().model
         self._cache = allocate_cache(
             model.spec,
             num_blocks,
@@ -260,7 +265,7 @@ class Worker:
         )
 
     def _check(self, fingerprint: str) -> None:
-        if self._held.loaded is None or fingerprint != self._held.loaded.fingerprint:
+        if self._holder.loaded is None or fingerprint != self._holder.loaded.fingerprint:
             raise CannotDo(
                 f"worker {self._rank} on {socket.gethostname()} has parts of other weights than "
                 f"the engine's own process: the files of {self._config.model.model} have to be "
@@ -276,9 +281,9 @@ class Worker:
         self._trial = MemoryTrial(self._device, self._processes)
         self._allocate(num_blocks)
         experts = self._loaded.expert_group
-        place = self._held.place
-        if experts is not None and place is not None:
-            experts.join(MirrorGroup(place.size * self._grid.shards.size))
+        in_group = self._holder.in_group
+        if experts is not None and in_group is not None:
+            experts.join(MirrorGroup(in_group.size * self._grid.shards.size))
 
     def _end_trial(self) -> None:
         trial, self._trial = self._trial, None
@@ -287,11 +292,11 @@ class Worker:
             sum(layer.nbytes for layer in {id(each): each for each in self._cache}.values())
         )
         self._cache = []
-        left = trial.left(peak, self._config.cache.gpu_memory_utilization)
-        self.free_blocks = left // self._block_bytes
-        self._held.join_experts()
+        remaining = trial.remaining(peak, self._config.cache.gpu_memory_utilization)
+        self.free_blocks = remaining // self._block_bytes
+        self._holder.join_experts()
 
-    def _own_name(self, path: Path) -> Path:
+    def _rank_path(self, path: Path) -> Path:
         """Return this rank's variant of a file path that all ranks write."""
         suffixes = "".join(path.suffixes)
         return path.with_name(f"{path.name.removesuffix(suffixes)}-rank-{self._rank}{suffixes}")
@@ -319,9 +324,9 @@ class Worker:
         model, data = self._loaded, bytearray(command.image_embeddings)
         embeddings = torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
         tokens, whole = self._tensor(command.image_tokens), None
-        if (told := command.whole_images) is not None:
-            queries, computed = map(self._tensor, (told.queries, told.computed))
-            whole = whole_images(model, _unpacked(told.rows), queries, computed)
+        if (message := command.whole_images) is not None:
+            queries, computed = map(self._tensor, (message.queries, message.computed))
+            whole = whole_images(model, _unpacked(message.rows), queries, computed)
         return ImageTokens(tokens, embeddings.to(model.device), whole)
 
     def _rows(self, slots: bytes) -> AdapterRows | None:
@@ -368,22 +373,22 @@ def _unpacked(rows: Rows) -> AttentionRows:
     )
 
 
-def commands(connection: socket.socket, expect: Callable[[Command], None]) -> Iterator[Command]:
+def commands(connection: socket.socket, prepare: Callable[[Command], None]) -> Iterator[Command]:
     """Yield commands until the leader closes the connection.
 
     Args:
         expect: called with each command on arrival, possibly some commands before it is yielded."""
     reader = FrameReader(Command)
-    here: deque[Command] = deque()
+    pending: deque[Command] = deque()
     while True:
-        while not here or select.select([connection], [], [], 0)[0]:
+        while not pending or select.select([connection], [], [], 0)[0]:
             data = connection.recv(1 << 18)
             if not data:
                 return
             for command in reader.feed(data):
-                expect(command)
-                here.append(command)
-        yield here.popleft()
+                prepare(command)
+                pending.append(command)
+        yield pending.popleft()
 
 
 def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
@@ -399,14 +404,14 @@ def serve(launch: WorkerLaunch, connection: socket.socket) -> None:
     grid = join_grid(
         GroupSpec(launch.address, launch.rank, launch.size, 0, GROUP_TIMEOUT),
         (layout.stages, layout.shards),
-        layout.place(launch.rank),
+        layout.position(launch.rank),
         device,
     )
     worker = Worker(launch, grid, device)
     connection.sendall(pack_frame(WorkerReply(worker.free_blocks)))
-    for command in commands(connection, worker.expect):
+    for command in commands(connection, worker.prepare):
         try:
-            if worker.obey(command):
+            if worker.execute(command):
                 connection.sendall(pack_frame(WorkerReply(worker.free_blocks)))
         except (CannotDo, OSError) as error:
             connection.sendall(pack_frame(WorkerReply(0, str(error))))

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.executor.environment import bound, settle_environment
+from engine.executor.environment import bind_cpus, settle_environment
 from engine.executor.team_messages import WorkerLaunch
 from engine.shared.lifeline import Lifeline
 
@@ -11,7 +11,7 @@ def begin() -> tuple[WorkerLaunch, Lifeline]:
     """Wait for the launch parameters; bind this process and settle its environment."""
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(WorkerLaunch)
-    launch = msgspec.structs.replace(launch, config=bound(launch.config, launch.rank))
+    launch = msgspec.structs.replace(launch, config=bind_cpus(launch.config, launch.rank))
     settle_environment()
     return launch, lifeline
 

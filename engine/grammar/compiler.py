@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet, WeakValueDictionary
 
-from engine.grammar.mask_threads import Following
+from engine.grammar.mask_threads import GrammarState
 from engine.shared.fair_threads import FairExecutor
 from engine.shared.grammar_spec import (
     BadGrammar,
@@ -42,7 +42,7 @@ COMPILE_THREADS = 3
 _MAX_WAITING = 1 << 20
 """Effectively unlimited: far above an engine's number of requests."""
 
-_LOOK = 0.02
+_POLL_INTERVAL = 0.02
 """Seconds between checks for memory."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -66,18 +66,18 @@ class CompiledGrammar:
     __slots__ = (
         "__weakref__",
         "_done",
-        "asked_at",
         "error",
-        "following",
         "matcher",
         "no_room",
         "num_bytes",
+        "requested_at",
         "spec",
+        "state",
     )
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
-        self.asked_at = time.monotonic()
+        self.requested_at = time.monotonic()
         self.error: str | None = None
         """Why compilation failed."""
         self.no_room = False
@@ -86,7 +86,7 @@ class CompiledGrammar:
         """Matcher in its initial state, to be copied; None until compiled."""
         self.num_bytes = 0
         """Growth of the process during compilation; set when settled."""
-        self.following = Following()
+        self.state = GrammarState()
         self._done = threading.Event()
 
     @property
@@ -135,15 +135,15 @@ class GrammarCompiler:
         )
         self._held: WeakSet[CompiledGrammar] = WeakSet()
         """All compiled grammars in use or cached, including those dropped from the index."""
-        self._num_hurried = 0
+        self._num_blocked = 0
         """Number of callers that are blocked until their grammar is settled."""
         self._closing = threading.Event()
         self._known: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._spelled: dict[str, tuple[int, ...]] = {}
+        self._token_cache: dict[str, tuple[int, ...]] = {}
 
-    def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
+    def request(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
         """Return the grammar; a new one is queued for compilation, fairly between tenants."""
         with self._lock:
             grammar = self._known.get(spec)
@@ -157,12 +157,12 @@ class GrammarCompiler:
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
         """Return the grammar once it is settled; does not wait for memory."""
-        grammar = self.ask(spec)
-        self._num_hurried += 1
+        grammar = self.request(spec)
+        self._num_blocked += 1
         try:
             grammar.wait()
         finally:
-            self._num_hurried -= 1
+            self._num_blocked -= 1
         return grammar
 
     def forget(self, grammar: CompiledGrammar) -> None:
@@ -211,12 +211,12 @@ class GrammarCompiler:
         Raises:
             OSError, ValueError: as `tokenizer`.
         """
-        found = self._spelled.get(text)
+        found = self._token_cache.get(text)
         if found is None:
             found = tuple(self.tokenizer().tokenize_str(text, parse_special=True))
-            if len(self._spelled) == MAX_CACHED:
-                self._spelled.clear()
-            self._spelled[text] = found
+            if len(self._token_cache) == MAX_CACHED:
+                self._token_cache.clear()
+            self._token_cache[text] = found
         return found
 
     @property
@@ -237,14 +237,16 @@ class GrammarCompiler:
             _, oldest = self._recent.popitem(last=False)
             total -= oldest.num_bytes
 
-    def _finds_room(self, grammar: CompiledGrammar) -> bool:
+    def _wait_for_memory(self, grammar: CompiledGrammar) -> bool:
         """Wait until memory is below the limit; return whether it was in time."""
-        while not (self._has_room() or self._num_hurried or self._closing.wait(_LOOK)):
-            if time.monotonic() - grammar.asked_at > MAX_WAIT:
+        while not (
+            self._is_below_limit() or self._num_blocked or self._closing.wait(_POLL_INTERVAL)
+        ):
+            if time.monotonic() - grammar.requested_at > MAX_WAIT:
                 return False
         return True
 
-    def _has_room(self) -> bool:
+    def _is_below_limit(self) -> bool:
         """Return whether memory is below the limit, dropping unused grammars if necessary."""
         if self.held_bytes <= MAX_HELD_BYTES:
             return True
@@ -261,7 +263,7 @@ class GrammarCompiler:
     def _compile(self, grammar: CompiledGrammar) -> None:
         matcher, error, before, no_room = None, None, 0, False
         try:
-            no_room = not self._finds_room(grammar)
+            no_room = not self._wait_for_memory(grammar)
             if no_room:
                 error = (
                     f"the grammar was not compiled within {MAX_WAIT:.0f} s: other "

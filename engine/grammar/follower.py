@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch.batch import RULED_OUT, SlotStart
+from engine.batch.batch import GRAMMAR_CONFLICT, SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.mask_threads import MAX_SECONDS
-from engine.shared.matchers import leads_nowhere, told_briefly
+from engine.shared.matchers import leads_nowhere, shortened_message
 from engine.shared.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class GrammarFollower:
         self._sampling = sampling
         self._matcher: LLMatcher | None = None
         self._marker = sampling.grammar_after.encode()
-        self._seen = b""
+        self._free_text = b""
         self._opening: tuple[int, ...] = ()
         """Remaining tokens of the opening, while the output may still match it."""
         self._budget = sampling.grammar_budget
@@ -59,7 +59,7 @@ class GrammarFollower:
             self._opening = compiler.tokens_of(sampling.grammar_opening)
         self._ending = compiler.tokens_of(sampling.grammar_after) if self._marker else ()
         if self._opening or not self._marker:
-            self._begin()
+            self._start_grammar()
 
     def copy(self) -> "GrammarFollower":
         """Return an independent copy."""
@@ -82,7 +82,7 @@ class GrammarFollower:
         return matcher is not None and matcher.is_stopped() and not matcher.is_error()
 
     @property
-    def is_before(self) -> bool:
+    def is_in_free_part(self) -> bool:
         """Whether the output is in the free part before the grammar."""
         return self._matcher is None and not self._opening and self.error is None
 
@@ -95,9 +95,9 @@ class GrammarFollower:
         """Consume a token added to the output; ignored after the end, and once stalled."""
         if self.stalled is not None or self.ended:
             return
-        began = time.thread_time()
+        started_at = time.thread_time()
         self._follow(token_id)
-        if time.thread_time() - began > MAX_SECONDS:
+        if time.thread_time() - started_at > MAX_SECONDS:
             self.error = TOO_SLOW
 
     def _follow(self, token_id: int) -> None:
@@ -105,11 +105,11 @@ class GrammarFollower:
         if self._opening:
             self._follow_opening(token_id)
         elif self._matcher is None:
-            self._seen += self._bytes(token_id)
-            if self._marker in self._seen:
-                self._begin()
+            self._free_text += self._bytes(token_id)
+            if self._marker in self._free_text:
+                self._start_grammar()
             else:
-                self._seen = self._seen[-len(self._marker) :]
+                self._free_text = self._free_text[-len(self._marker) :]
         else:
             self._consume(self._matcher, token_id)
 
@@ -135,7 +135,7 @@ class GrammarFollower:
                 row[:] = 0
             row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
-    def ahead(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
+    def matcher_for(self, proposed: Sequence[int]) -> tuple[int, "LLMatcher | None"]:
         """Return which of the next masks depend on the grammar, and from which state.
 
         Returns:
@@ -146,7 +146,7 @@ class GrammarFollower:
             return len(proposed) + 1, None
         if self._matcher is not None:
             return 0, self._matcher
-        seen = self._seen
+        seen = self._free_text
         for count, token_id in enumerate(proposed, start=1):
             seen += self._bytes(token_id)
             if self._marker in seen and self.grammar.matcher is not None:
@@ -175,12 +175,12 @@ class GrammarFollower:
             return
         self._opening = tuple(left)
         if token_id != expected:
-            self.error = RULED_OUT
+            self.error = GRAMMAR_CONFLICT
         elif self._matcher is not None:
             fits = left and self._matcher.try_consume_tokens([token_id])
             self._matcher = self._matcher if fits else None
 
-    def _begin(self) -> None:
+    def _start_grammar(self) -> None:
         if self.grammar.matcher is None:
             self.error = self.grammar.error or "the grammar was not compiled"
             return
@@ -193,7 +193,7 @@ class GrammarFollower:
         a newly compiled grammar, and so do all later requests.
         """
         message = matcher.get_error()
-        reason = f"the output cannot follow its grammar: {told_briefly(message)}"
+        reason = f"the output cannot follow its grammar: {shortened_message(message)}"
         if any(limit in message for limit in _LIMITS):
             self._compiler.forget(self.grammar)
             self.stalled = reason
@@ -201,7 +201,7 @@ class GrammarFollower:
             self.error = _DEAD_END
         else:
             logger.debug("%s", reason)
-            self.error = RULED_OUT
+            self.error = GRAMMAR_CONFLICT
 
     def _bytes(self, token_id: int) -> bytes:
         text: bytes = self._compiler.tokenizer().decode_bytes([token_id])

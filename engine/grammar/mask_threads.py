@@ -16,13 +16,13 @@ STEP_SECONDS = 0.06
 PATIENCE = 0.004
 """Processor time of one mask above which a step with other sequences does not wait for it.
 """
-_LOOK_SECONDS = PATIENCE
+_POLL_SECONDS = PATIENCE
 """Seconds after which more threads start on the grammars queued behind a slow one."""
 _THREADS = 4
 """Number of masks that can be slow at a time; beyond it grammars wait for them."""
 
 
-class Following:
+class GrammarState:
     """The lock of a grammar's shared state, which the library guards internally.
 
     Any other thread that called the library for the grammar would block on the thread that computes
@@ -41,45 +41,45 @@ class Following:
 class MaskJob:
     """The masks of one sequence in one step."""
 
-    __slots__ = ("_began", "_thread", "following", "run", "seconds")
+    __slots__ = ("_started_at", "_thread", "run", "seconds", "state")
 
-    def __init__(self, following: Following, run: Callable[[], None]) -> None:
-        self.following = following
+    def __init__(self, state: GrammarState, run: Callable[[], None]) -> None:
+        self.state = state
         self.run = run
         self.seconds: float | None = None
         """Processor time in seconds; None until done."""
         self._thread = 0
-        self._began = 0.0
+        self._started_at = 0.0
 
     def work(self) -> None:
         """Compute the masks in the calling thread."""
-        self._began = time.thread_time()
+        self._started_at = time.thread_time()
         self._thread = threading.get_ident()
-        self.following.running = self  # from here on other threads can call `taken`
+        self.state.running = self  # from here on other threads can call `cpu_seconds`
         self.run()
-        self.seconds = self.following.seconds = time.thread_time() - self._began
-        self.following.running = None
+        self.seconds = self.state.seconds = time.thread_time() - self._started_at
+        self.state.running = None
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether a thread has started it."""
         return self._thread != 0
 
     @property
-    def taken(self) -> float | None:
+    def cpu_seconds(self) -> float | None:
         """Processor time taken so far; None if it has not started."""
         seconds = self.seconds
         if seconds is None and self._thread:
             clock = time.pthread_getcpuclockid(self._thread)
-            seconds = time.clock_gettime(clock) - self._began
+            seconds = time.clock_gettime(clock) - self._started_at
         return seconds
 
     @property
     def is_over(self) -> bool:
         """Whether it exceeds the limit, or waits for a job that does."""
-        seconds = self.taken
+        seconds = self.cpu_seconds
         if seconds is None:
-            running = self.following.running
+            running = self.state.running
             return running is not None and running.is_over
         return seconds > MAX_SECONDS
 
@@ -89,7 +89,7 @@ class MaskThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "masks")
-        self._left: list[MaskJob] = []
+        self._unfinished: list[MaskJob] = []
         """Unfinished jobs that were abandoned by their steps."""
 
     def run(self, jobs: Iterable[MaskJob], patience: float, seconds: float = STEP_SECONDS) -> None:
@@ -100,20 +100,20 @@ class MaskThreads:
             patience: processor time up to which the step waits for a job.
             seconds: maximum wait.
         """
-        round_ = _Round(jobs)
-        self._left = [job for job in self._left if job.seconds is None]
-        free = _THREADS - len(self._left)
-        ends, helpers = time.monotonic() + seconds, 1
-        while free > 0 and (left := ends - time.monotonic()) > 0:
-            for _ in range(min(helpers, round_.num_waiting)):
-                self._pool.submit(round_.work)
-            if round_.done.wait(min(left, _LOOK_SECONDS)):
+        batch = _Round(jobs)
+        self._unfinished = [job for job in self._unfinished if job.seconds is None]
+        free = _THREADS - len(self._unfinished)
+        deadline, helpers = time.monotonic() + seconds, 1
+        while free > 0 and (remaining := deadline - time.monotonic()) > 0:
+            for _ in range(min(helpers, batch.num_waiting)):
+                self._pool.submit(batch.work)
+            if batch.done.wait(min(remaining, _POLL_SECONDS)):
                 return
-            if not round_.is_worth_waiting(free, patience):
+            if not batch.is_worth_waiting(free, patience):
                 break
             helpers = free - 1
-        round_.is_over = True
-        self._left += round_.running()
+        batch.is_over = True
+        self._unfinished += batch.running()
 
     def shutdown(self) -> None:
         """Start no more jobs; idempotent."""
@@ -129,11 +129,11 @@ class _Round:
     def __init__(self, jobs: Iterable[MaskJob]) -> None:
         by_grammar: dict[int, list[MaskJob]] = {}
         for job in jobs:
-            by_grammar.setdefault(id(job.following), []).append(job)
-        self._groups = sorted(by_grammar.values(), key=lambda group: group[0].following.seconds)
+            by_grammar.setdefault(id(job.state), []).append(job)
+        self._groups = sorted(by_grammar.values(), key=lambda group: group[0].state.seconds)
         self._groups.reverse()  # popped from the end, cheapest first
-        self._begun: list[list[MaskJob]] = []
-        self._num_left = len(self._groups)
+        self._started: list[list[MaskJob]] = []
+        self._num_remaining = len(self._groups)
         self._lock = threading.Lock()
         self.done = threading.Event()
         self.is_over = False
@@ -147,8 +147,8 @@ class _Round:
     def running(self) -> list[MaskJob]:
         """Return the jobs that are currently running."""
         with self._lock:
-            begun = [job for group in self._begun for job in group]
-        return [job for job in begun if job.has_begun and job.seconds is None]
+            started = [job for group in self._started for job in group]
+        return [job for job in started if job.has_started and job.seconds is None]
 
     def is_worth_waiting(self, threads: int, patience: float) -> bool:
         """Return whether some thread is running, or about to run, a job not known to be slow.
@@ -156,8 +156,8 @@ class _Round:
         Only processor time counts, not time spent waiting for a CPU.
         """
         running = self.running()
-        slow = sum((job.taken or 0.0) > patience for job in running)
-        return slow < len(running) or slow < min(threads, self._num_left)
+        slow = sum((job.cpu_seconds or 0.0) > patience for job in running)
+        return slow < len(running) or slow < min(threads, self._num_remaining)
 
     def work(self) -> None:
         """Run jobs until none is left."""
@@ -166,16 +166,16 @@ class _Round:
                 if not self._groups:
                     return
                 group = self._groups.pop()
-                self._begun.append(group)
-            if group[0].following.lock.acquire(blocking=False):
+                self._started.append(group)
+            if group[0].state.lock.acquire(blocking=False):
                 try:
                     self._run(group)
                 finally:
-                    group[0].following.lock.release()
+                    group[0].state.lock.release()
             with self._lock:
-                self._begun.remove(group)
-                self._num_left -= 1
-                if not self._num_left:
+                self._started.remove(group)
+                self._num_remaining -= 1
+                if not self._num_remaining:
                     self.done.set()
 
     def _run(self, group: Sequence[MaskJob]) -> None:

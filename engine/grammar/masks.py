@@ -69,7 +69,7 @@ class Ends(NamedTuple):
     compiled again for the given reason."""
 
 
-class _Late(NamedTuple):
+class _LateMask(NamedTuple):
     """A mask that was not computed in time."""
 
     follower: GrammarFollower
@@ -114,19 +114,19 @@ class GrammarTable:
         self._stalled: set[int] = set()
         """Slots whose newest token does not count: neither do those of steps in flight, until a
         sequence takes the slot again."""
-        self._kept: list[_Late] = []
+        self._late_masks: list[_LateMask] = []
         """Late masks of sequences without a slot, oldest first."""
-        self._resumed: dict[int, _Late] = {}
+        self._resumed: dict[int, _LateMask] = {}
         """Late masks of sequences that have a slot again."""
         self.mask_us: dict[int, int] = {}
         """By slot: microseconds of the newest masks, if above `MUCH_NS`."""
         self.waited_us = 0
         """Microseconds that the newest step waited for its masks."""
 
-    def ask(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
+    def request(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the result is referenced."""
-        self._forget_late()  # frees memory that this one may need
-        return self._compiler.ask(spec, tenant)
+        self._drop_late_masks()  # frees memory that this one may need
+        return self._compiler.request(spec, tenant)
 
     def assign(self, slot: int, grammar: CompiledGrammar) -> None:
         """Set the grammar, which is settled, of the sequence that takes the slot next."""
@@ -141,14 +141,14 @@ class GrammarTable:
             return
         if grammar is None:  # it was not compiled before the step
             grammar = self._compiler.compiled(sampling.grammar)
-        for late in self._kept:
+        for late in self._late_masks:
             if late.follower.is_at(grammar, start):
-                self._kept = [each for each in self._kept if each is not late]
+                self._late_masks = [each for each in self._late_masks if each is not late]
                 self._resumed[start.slot] = late
                 self._followers[start.slot] = late.follower
                 return
         follower = GrammarFollower(grammar, self._compiler, sampling)
-        if grammar.following.lock.locked():
+        if grammar.state.lock.locked():
             self._late.add(start.slot)
             self._followers[start.slot] = follower
             return
@@ -186,8 +186,9 @@ class GrammarTable:
         if not masked:
             return None
         grammars = {id(each.follower.grammar) for each in masked}
-        alone = len(grammars) == 1 and sum(1 + len(each.proposed) for each in masked) == len(slots)
-        return self._masks(masked, MAX_SECONDS if alone else PATIENCE)
+        num_rows = sum(1 + len(each.proposed) for each in masked)
+        share_grammar = len(grammars) == 1 and num_rows == len(slots)
+        return self._masks(masked, MAX_SECONDS if share_grammar else PATIENCE)
 
     def choices(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
@@ -210,7 +211,7 @@ class GrammarTable:
         ends = Ends({}, {}, {})
         if not self._followers:
             return ends
-        until = time.monotonic() + ADVANCE_SECONDS
+        deadline = time.monotonic() + ADVANCE_SECONDS
         for slot, token_id in zip(slots, token_ids, strict=True):
             follower = self._followers.get(slot)
             if follower is None:
@@ -218,7 +219,7 @@ class GrammarTable:
             if slot in ends.reasons:
                 ends.surplus[slot] = ends.surplus.get(slot, 0) + 1
                 continue
-            if slot in self._stalled or slot in self._late or time.monotonic() > until:
+            if slot in self._stalled or slot in self._late or time.monotonic() > deadline:
                 ends.stalls[slot] = follower.stalled
                 self._stalled.add(slot)
                 continue
@@ -239,36 +240,36 @@ class GrammarTable:
         rows = [np.arange(each.first, each.first + 1 + len(each.proposed)) for each in masked]
         bits = np.empty((sum(map(len, rows)), self._words), np.int32)
         bits[:] = self._free
-        places = np.cumsum([0, *map(len, rows)]).tolist()
+        offsets = np.cumsum([0, *map(len, rows)]).tolist()
         for each in masked:
             late = self._resumed.get(each.slot)
             if late is not None and late.job.seconds is not None and each.proposed:
                 del self._resumed[each.slot]  # it covers the next token only
         resumed = {
-            self._resumed[each.slot].job.following for each in masked if each.slot in self._resumed
+            self._resumed[each.slot].job.state for each in masked if each.slot in self._resumed
         }
         jobs, fresh = [], []
-        for each, place in zip(masked, places, strict=False):
+        for each, offset in zip(masked, offsets, strict=False):
             late = self._resumed.get(each.slot)
-            fill = partial(self._fill_rows, bits, each, place)
-            job = late.job if late else MaskJob(each.follower.grammar.following, fill)
+            fill = partial(self._fill_rows, bits, each, offset)
+            job = late.job if late else MaskJob(each.follower.grammar.state, fill)
             jobs.append(job)
-            if each.slot not in self._late and job.following not in resumed:
+            if each.slot not in self._late and job.state not in resumed:
                 fresh.append(job)  # excludes jobs that would block the resumed ones
-        began = time.monotonic()
+        started_at = time.monotonic()
         self._threads.run(fresh, patience)
-        self.waited_us = int((time.monotonic() - began) * 1e6)
+        self.waited_us = int((time.monotonic() - started_at) * 1e6)
         done, filled = [job.seconds for job in jobs], bits
         if None in done:
             bits = bits.copy()  # threads may still write to the original
-        for each, job, seconds, row, place in zip(masked, jobs, done, rows, places, strict=False):
-            self._settle(each, job, seconds, filled[place], bits[place])
+        for each, job, seconds, row, offset in zip(masked, jobs, done, rows, offsets, strict=False):
+            self._settle(each, job, seconds, filled[offset], bits[offset])
             if each.slot in self._late or not each.follower.mask_computed():
-                bits[place : place + len(row)] = self._free  # the sampled token does not count
+                bits[offset : offset + len(row)] = self._free  # the sampled token does not count
         endings = {
             each.first: token_id
             for each in masked
-            if each.follower.is_before and (token_id := each.follower.ending) is not None
+            if each.follower.is_in_free_part and (token_id := each.follower.ending) is not None
         }
         return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
 
@@ -292,7 +293,7 @@ class GrammarTable:
         follower = rows.follower
         self._late.discard(rows.slot)
         late = self._resumed.pop(rows.slot, None)
-        if job.following.lock.locked() or (late is not None and rows.proposed):
+        if job.state.lock.locked() or (late is not None and rows.proposed):
             seconds = None  # consuming its tokens now would block on the lock
         elif late is not None and seconds is not None:
             bits[:] = late.bits
@@ -305,38 +306,38 @@ class GrammarTable:
             follower.error = follower.grammar.error
         elif seconds is None:
             self._late.add(rows.slot)
-            if job.has_begun:
-                self._forget_late()
-                self._kept.append(late or _Late(follower, job, filled, time.monotonic()))
-            seconds = max(follower.grammar.following.seconds, MUCH_NS * 1e-9)
+            if job.has_started:
+                self._drop_late_masks()
+                self._late_masks.append(late or _LateMask(follower, job, filled, time.monotonic()))
+            seconds = max(follower.grammar.state.seconds, MUCH_NS * 1e-9)
         if seconds is not None and seconds >= MUCH_NS * 1e-9:
             self.mask_us[rows.slot] = int(seconds * 1e6)
 
-    def _forget_late(self) -> None:
-        until = time.monotonic() - KEPT_SECONDS
-        self._kept = [late for late in self._kept[-MAX_KEPT:] if late.since >= until]
+    def _drop_late_masks(self) -> None:
+        earliest = time.monotonic() - KEPT_SECONDS
+        self._late_masks = [late for late in self._late_masks[-MAX_KEPT:] if late.since >= earliest]
 
-    def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", place: int) -> None:
+    def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", offset: int) -> None:
         """Compute the masks of one slot."""
         if rows.follower.is_special(1 + len(rows.proposed)):
             # Sequentially, up to the first proposed token that is not allowed.
             follower = rows.follower.copy() if rows.proposed else rows.follower
-            follower.fill(bits[place])
-            for row, token_id in enumerate(rows.proposed, start=place + 1):
+            follower.fill(bits[offset])
+            for row, token_id in enumerate(rows.proposed, start=offset + 1):
                 follower.advance(token_id)
                 if follower.ended or follower.stalled is not None:
                     break
                 follower.fill(bits[row])
             return
-        free, matcher = rows.follower.ahead(rows.proposed)
+        free, matcher = rows.follower.matcher_for(rows.proposed)
         if matcher is None:
             return
         row_bytes = self._words * bits.itemsize
-        address = bits.ctypes.data + (place + free) * row_bytes
-        rest = list(rows.proposed[free:])
-        if rest:  # up to the first one that is not allowed
+        address = bits.ctypes.data + (offset + free) * row_bytes
+        remaining = list(rows.proposed[free:])
+        if remaining:  # up to the first one that is not allowed
             matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
-                address, row_bytes, rest
+                address, row_bytes, remaining
             )
         else:
             matcher.unsafe_compute_mask_ptr(address, row_bytes)

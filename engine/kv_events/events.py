@@ -77,8 +77,8 @@ class KvEventLog:
             shown: digests and offsets of images in the block.
         """
         tokens = list(token_ids[start : start + self._block_size])
-        own = [] if root == bytes(ROOT_SIZE) else [root]
-        extra = [each.hex() for each in (*own, *shown)] or None
+        extra_roots = [] if root == bytes(ROOT_SIZE) else [root]
+        extra = [each.hex() for each in (*extra_roots, *shown)] or None
         last = self._events[-1] if self._events else None
         parent = digests[-2] if len(digests) > 1 else None
         if (

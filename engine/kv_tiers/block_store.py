@@ -119,7 +119,7 @@ class BlockStore:
         model, name = key[:MODEL_SIZE].hex(), key[MODEL_SIZE:].hex()
         return self._root / model / name[-2:] / (name + _SUFFIX)
 
-    def _remove_oldest(self, wanted: int = 0) -> int:
+    def _remove_oldest(self, num_bytes: int = 0) -> int:
         """Measure the directory; remove the least recently used files if it is too large.
 
         Returns:
@@ -137,13 +137,13 @@ class BlockStore:
                         continue
                     found.append((status.st_mtime, status.st_size, path))
         total = sum(size for _, size, _ in found)
-        if total + wanted <= self._max_bytes:
+        if total + num_bytes <= self._max_bytes:
             return total
         for _, size, path in sorted(found):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             total -= size
-            if total + wanted <= _LOW_WATER * self._max_bytes:
+            if total + num_bytes <= _LOW_WATER * self._max_bytes:
                 break
         return total
 

@@ -53,13 +53,13 @@ class ConnectedStore:
         BadPlugin: it is not installed, or cannot be opened.
     """
 
-    def __init__(self, asked: Connector, config: EngineConfig) -> None:
+    def __init__(self, connector: Connector, config: EngineConfig) -> None:
         is_connector = instance_of(KvConnector)  # type: ignore[type-abstract]
         self._connector = load_plugin(
             GROUP,
-            asked.name,
+            connector.name,
             "--kv-transfer-config: kv_connector",
-            lambda make: is_connector(make(config, asked.options)),
+            lambda make: is_connector(make(config, connector.options)),
         )
         self.clear = self._connector.clear
 

@@ -44,7 +44,7 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
     Raises:
         BadTiers: naming the setting to change.
     """
-    flag = asking(config)
+    flag = tier_setting(config)
     if flag is None:
         return
     parallel = config.parallel
@@ -58,7 +58,7 @@ def check_tiers(config: EngineConfig, *, pools: bool) -> None:
         "leave out --executor simulated": config.executor.executor == "simulated",
         "serve a model that generates": pools,
     }
-    reasons = [reason for reason, asked in refused.items() if asked]
+    reasons = [reason for reason, applies in refused.items() if applies]
     if reasons:
         raise BadTiers(f"{flag}: {'; '.join(reasons)}")
 
@@ -71,7 +71,7 @@ def require_host_memory(config: EngineConfig, executor: KvMemory) -> None:
     """
     if executor.device_type != "cpu":
         raise BadTiers(
-            f"{asking(config)} needs --device cpu: blocks are copied from host memory only"
+            f"{tier_setting(config)} needs --device cpu: blocks are copied from host memory only"
         )
 
 
@@ -94,17 +94,17 @@ def open_tiers(
         BadTiers: a directory cannot be used.
         BadPlugin: a connector cannot be used.
     """
-    cache, flag = config.cache, asking(config)
+    cache, flag = config.cache, tier_setting(config)
     if flag is None and peers is None:
         return None
     require_host_memory(config, executor)
-    wanted = [
+    configured = [
         (MEMORY_TIERS / f"swell-kv-{os.geteuid()}", cache.kv_memory_tier_bytes, False),
         (cache.kv_disk_tier_dir and Path(cache.kv_disk_tier_dir), cache.kv_disk_tier_bytes, True),
     ]
     stores: list[BlockStore | ConnectedStore] = []
     with ExitStack() as opened:  # closed if a later one cannot be opened
-        for root, max_bytes, outlives_users in wanted:
+        for root, max_bytes, outlives_users in configured:
             if not root or not max_bytes:
                 continue
             try:
@@ -134,7 +134,7 @@ def model_name(executor: KvMemory, fingerprint: str) -> bytes:
     return blake2b(described.encode(), digest_size=MODEL_SIZE).digest()
 
 
-def asking(config: EngineConfig) -> str | None:
+def tier_setting(config: EngineConfig) -> str | None:
     """Return the setting that requests tiers, or blocks of other engines."""
     cache = config.cache
     settings = {

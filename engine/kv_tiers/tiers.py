@@ -39,7 +39,7 @@ BlockName = tuple[int, bytes]
 class Fetch:
     """Blocks read for one request."""
 
-    read_wanted: Callable[[Callable[[BlockName], bool]], None]
+    read_missing: Callable[[Callable[[BlockName], bool]], None]
     """Calls its argument for each useful block; the argument returns whether the block was
     obtained."""
     generation: int
@@ -178,19 +178,19 @@ class KvTiers:
         if source is None or self._peers is None:
             self._fetch_from_stores(fetch)
             return
-        wanted: list[BlockName] = []
+        names: list[BlockName] = []
 
         def note(name: BlockName) -> bool:
-            wanted.append(name)
+            names.append(name)
             return True
 
-        fetch.read_wanted(note)
+        fetch.read_missing(note)
 
         def take(name: BlockName, content: bytes) -> bool:
-            took = self._take(fetch, name, content)
-            if took:
+            taken = self._add_block(fetch, name, content)
+            if taken:
                 fetch.pulled.add(name)
-            return took
+            return taken
 
         def over(has_all: bool) -> None:
             if has_all or not self._stores:
@@ -198,7 +198,7 @@ class KvTiers:
             else:
                 self._fetch_from_stores(fetch)
 
-        self._peers.pull(source, fetch.model, wanted, take, over)
+        self._peers.pull(source, fetch.model, names, take, over)
 
     def _fetch_from_stores(self, fetch: Fetch) -> None:
         fetch.deadline = time.monotonic() + FETCH_TIMEOUT
@@ -263,7 +263,7 @@ class KvTiers:
 
     def _read_blocks(self) -> None:
         while (fetch := self._requested.get()) is not None:
-            fetch.read_wanted(lambda name, fetch=fetch: self._read(fetch, name))  # type: ignore[misc]
+            fetch.read_missing(lambda name, fetch=fetch: self._read(fetch, name))  # type: ignore[misc]
             self._settle(fetch)
 
     def _read(self, fetch: Fetch, name: BlockName) -> bool:
@@ -272,9 +272,9 @@ class KvTiers:
         if name in fetch.pulled:
             return True
         content = self._find(_key(fetch.model, name))
-        return content is not None and self._take(fetch, name, content)
+        return content is not None and self._add_block(fetch, name, content)
 
-    def _take(self, fetch: Fetch, name: BlockName, content: bytes) -> bool:
+    def _add_block(self, fetch: Fetch, name: BlockName, content: bytes) -> bool:
         with self._changed:
             if fetch.settled or self._fetched_bytes > MAX_FETCHED_BYTES:
                 return False
@@ -302,10 +302,10 @@ class KvTiers:
                     return
                 oldest = self._unsettled.popleft()
                 while not (oldest.settled or self._is_over):
-                    left = oldest.deadline - time.monotonic()
-                    if left <= 0:
+                    remaining = oldest.deadline - time.monotonic()
+                    if remaining <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(remaining)
             if not oldest.settled:
                 self._warn("KV blocks were not read within %.0f s", FETCH_TIMEOUT)
             self._settle(oldest)

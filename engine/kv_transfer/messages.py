@@ -43,7 +43,7 @@ class BlockFound(Message, frozen=True):
     """Checksum of key and content; see `checksum`."""
 
 
-MAX_QUESTION = 64 + MAX_NAMES * (_NAME_SIZE + 8)
+MAX_REQUEST = 64 + MAX_NAMES * (_NAME_SIZE + 8)
 """Maximum bytes of an encoded `BlocksWanted`."""
 
 decode_wanted = msgspec.msgpack.Decoder(BlocksWanted).decode

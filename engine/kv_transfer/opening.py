@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import zmq
 
-from engine.kv_tiers.opening import KvMemory, asking, require_host_memory
+from engine.kv_tiers.opening import KvMemory, require_host_memory, tier_setting
 from engine.kv_transfer.port import BlockPort
 from engine.kv_transfer.settings import BadKvTransfer, Role, read_transfer
 from engine.shared.addresses import is_loopback, join_host_port
@@ -56,12 +56,12 @@ def open_port(
             counters=counters,
         )
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
-        raise BadKvTransfer(f"{asking(config)}: {address}: {error}") from error
-    told = ""
+        raise BadKvTransfer(f"{tier_setting(config)}: {address}: {error}") from error
+    reported_address = ""
     if port.bound_to is not None:
-        told = bound_address(port.bound_to, advertised_host(config.cluster))
+        reported_address = bound_address(port.bound_to, advertised_host(config.cluster))
     port.start()
-    return OpenedPort(port, transfer.role, told)
+    return OpenedPort(port, transfer.role, reported_address)
 
 
 def _address(cluster: ClusterConfig, incarnation: int) -> str:

@@ -21,7 +21,7 @@ import zmq
 from engine.kv_tiers.tiers import BlockName
 from engine.kv_transfer.messages import (
     MAX_NAMES,
-    MAX_QUESTION,
+    MAX_REQUEST,
     BlockFound,
     BlocksWanted,
     checksum,
@@ -50,7 +50,7 @@ UNUSED_SECONDS = 30.0
 
 _MAX_QUEUED = 4096
 """Maximum blocks queued to one peer; further ones are dropped."""
-_MEND_INTERVAL = 1.0
+_MAINTENANCE_INTERVAL = 1.0
 _SHUTDOWN_SECONDS = 5.0
 _SECONDS_BETWEEN_WARNINGS = 60.0
 _EVENT = struct.Struct("=HI")
@@ -70,7 +70,7 @@ class _Order(NamedTuple):
 
     source: KvSource
     model: bytes
-    wanted: Sequence[BlockName]
+    names: Sequence[BlockName]
     take: Callable[[BlockName, bytes], bool]
     over: Callable[[bool], None]
 
@@ -80,7 +80,7 @@ class _Running:
     number: int
     order: _Order
     pull: Pull
-    began_at: float = 0.0
+    started_at: float = 0.0
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class BlockPort:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._next_look = clock()
+        self._next_check = clock()
         self._transport = transport
         self._incarnation = incarnation
         self._block_bytes = block_bytes
@@ -136,7 +136,7 @@ class BlockPort:
         self._bound: zmq.Socket[bytes] | None = None
         if address is not None:
             self._bound = transport.bind(
-                zmq.ROUTER, address, largest=MAX_QUESTION, max_queued=_MAX_QUEUED
+                zmq.ROUTER, address, largest=MAX_REQUEST, max_queued=_MAX_QUEUED
             )
             self._poller.register(self._bound, zmq.POLLIN)
         self._links: dict[KvSource, _Link] = {}
@@ -205,7 +205,7 @@ class BlockPort:
 
     def _run(self) -> None:
         try:
-            while self.turn(dict(self._poller.poll(self.wait_ms))):
+            while self.run_once(dict(self._poller.poll(self.wait_ms))):
                 pass
         finally:
             with self._lock:
@@ -215,47 +215,47 @@ class BlockPort:
                 if order is not None:
                     order.over(False)
             for source in list(self._links):
-                self._lose(source)
+                self._drop_link(source)
             if self._bound is not None:
                 self._bound.close(linger=0)
 
-    def turn(self, readable: Container[object]) -> bool:
+    def run_once(self, readable: Container[object]) -> bool:
         """Read from sockets and do what is due; return False when the thread is to end."""
-        if self._wakeup in readable and not self._take_orders():
+        if self._wakeup in readable and not self._start_pulls():
             return False
         if self._bound is not None and self._bound in readable:
-            self._answer_some(self._bound)
+            self._answer_all(self._bound)
         for source, link in list(self._links.items()):
             if link.socket in readable:
                 self._receive(link)
             if link.monitor in readable and _is_lost(link.monitor):
-                self._lose(source)
+                self._drop_link(source)
         now = self._clock()
-        if now >= self._next_look:
-            self._next_look = now + _MEND_INTERVAL
-            self._look(now)
-        self._go_on(now)
+        if now >= self._next_check:
+            self._next_check = now + _MAINTENANCE_INTERVAL
+            self._check_links(now)
+        self._continue_pulls(now)
         return True
 
     @property
     def wait_ms(self) -> int:
         """Milliseconds until something is due."""
         ends = [each.pull.ends_at for link in self._links.values() for each in link.pulls.values()]
-        return max(0, int(1000 * (min([self._next_look, *ends]) - self._clock())) + 1)
+        return max(0, int(1000 * (min([self._next_check, *ends]) - self._clock())) + 1)
 
-    def _look(self, now: float) -> None:
+    def _check_links(self, now: float) -> None:
         """Run periodic work."""
-        self._transport.mend()
+        self._transport.maintain()
         with self._lock:
             self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
             self._counters.kv_transfer_offered_bytes = self._offers.num_bytes
         for source, link in list(self._links.items()):
             if not link.pulls and now - link.used_at > UNUSED_SECONDS:
-                self._lose(source)
+                self._drop_link(source)
 
     # -- offering --------------------------------------------------------------------------------
 
-    def _answer_some(self, bound: "zmq.Socket[bytes]") -> None:
+    def _answer_all(self, bound: "zmq.Socket[bytes]") -> None:
         """Answer all received requests, in order per peer."""
         while True:
             try:
@@ -287,7 +287,7 @@ class BlockPort:
 
     # -- pulling ---------------------------------------------------------------------------------
 
-    def _take_orders(self) -> bool:
+    def _start_pulls(self) -> bool:
         """Start the ordered pulls; return False after the last order."""
         os.eventfd_read(self._wakeup)
         while True:
@@ -300,7 +300,7 @@ class BlockPort:
             now = self._clock()
             self._num_pulls += 1
             deadline = now + DEADLINE
-            pull = Pull(order.wanted, window=self._window, patience=PATIENCE, deadline=deadline)
+            pull = Pull(order.names, window=self._window, patience=PATIENCE, deadline=deadline)
             running = _Running(self._num_pulls, order, pull, now)
             link = self._link_to(order.source, now)
             if link is None:
@@ -312,7 +312,7 @@ class BlockPort:
     def _link_to(self, source: KvSource, now: float) -> _Link | None:
         link = self._links.get(source)
         if link is None:
-            largest = max(MAX_QUESTION, self._block_bytes)
+            largest = max(MAX_REQUEST, self._block_bytes)
             try:
                 socket = self._transport.connect(zmq.DEALER, source.address, largest=largest)
             except (OSError, ValueError, zmq.ZMQError) as error:
@@ -339,9 +339,9 @@ class BlockPort:
                 continue
             running = link.pulls.get(found.pull)
             if running is not None:
-                self._take(running, found, content)
+                self._accept_block(running, found, content)
 
-    def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
+    def _accept_block(self, running: _Running, found: BlockFound, content: bytes) -> None:
         order, now = running.order, self._clock()
         is_good = bool(found.digest)
         if is_good and (
@@ -351,13 +351,13 @@ class BlockPort:
             self._warn("a KV block from %s was damaged: it is recomputed", order.source.address)
             is_good = False
         name = unpack(found.name)
-        if not running.pull.came(name, is_good=is_good, now=now):
+        if not running.pull.received(name, is_good=is_good, now=now):
             return
         self._counters.kv_transfer_bytes += len(content)
         if not order.take(name, content):
             running.pull.give_up()
 
-    def _go_on(self, now: float) -> None:
+    def _continue_pulls(self, now: float) -> None:
         """Request further blocks, and end pulls that are over."""
         for source, link in list(self._links.items()):
             running = list(link.pulls.values())
@@ -365,31 +365,31 @@ class BlockPort:
                 each.pull.tick(now)
             if any(each.pull.was_silent for each in running):
                 self._warn("%s sends no KV blocks: they are recomputed", source.address)
-                self._lose(source)  # discards whatever it still sends
+                self._drop_link(source)  # discards whatever it still sends
                 continue
             for each in running:
                 if each.pull.is_over:
                     del link.pulls[each.number]
                     self._end(each)
             for each in list(link.pulls.values())[:MAX_PULLS_AT_ONCE]:
-                names = each.pull.ask(now)
+                names = each.pull.next_names(now)
                 if names:
                     link.used_at = now
-                    self._ask(link, each, names)
+                    self._request(link, each, names)
 
-    def _ask(self, link: _Link, running: _Running, names: Sequence[BlockName]) -> None:
+    def _request(self, link: _Link, running: _Running, names: Sequence[BlockName]) -> None:
         order = running.order
-        question = BlocksWanted(
+        request = BlocksWanted(
             order.source.incarnation, order.model, running.number, [pack(each) for each in names]
         )
         try:
-            link.socket.send(encode(question), zmq.NOBLOCK)
+            link.socket.send(encode(request), zmq.NOBLOCK)
         except zmq.ZMQError:
             running.pull.give_up()
             del link.pulls[running.number]
             self._end(running)
 
-    def _lose(self, source: KvSource) -> None:
+    def _drop_link(self, source: KvSource) -> None:
         """Close the connection to a peer, ending its pulls."""
         link = self._links.pop(source)
         for socket in (link.socket, link.monitor):
@@ -402,7 +402,7 @@ class BlockPort:
             self._end(running)
 
     def _end(self, running: _Running) -> None:
-        self._counters.kv_transfer_seconds += self._clock() - running.began_at
+        self._counters.kv_transfer_seconds += self._clock() - running.started_at
         self._counters.kv_transfer_failures += not running.pull.is_complete
         running.order.over(running.pull.is_complete)
 

@@ -26,9 +26,9 @@ class Pull:
         self._window = window
         self._patience = patience
         self._deadline = deadline
-        self._num_asked = 0
+        self._num_requested = 0
         self._waits_since: float | None = None
-        self.num_come = 0
+        self.num_received = 0
         """Number of blocks received, from the first on."""
         self.is_given_up = False
         self.was_silent = False
@@ -37,7 +37,7 @@ class Pull:
     @property
     def is_complete(self) -> bool:
         """Whether all blocks have arrived."""
-        return self.num_come == len(self._wanted)
+        return self.num_received == len(self._wanted)
 
     @property
     def is_over(self) -> bool:
@@ -51,17 +51,17 @@ class Pull:
             return self._deadline
         return min(self._deadline, self._waits_since + self._patience)
 
-    def ask(self, now: float) -> Sequence[BlockName]:
+    def next_names(self, now: float) -> Sequence[BlockName]:
         """Return the blocks to request now; none while over half a window is in transit."""
-        if self.is_over or 2 * (self._num_asked - self.num_come) > self._window:
+        if self.is_over or 2 * (self._num_requested - self.num_received) > self._window:
             return ()
-        asked = self._num_asked
-        self._num_asked = min(self.num_come + self._window, len(self._wanted))
+        first = self._num_requested
+        self._num_requested = min(self.num_received + self._window, len(self._wanted))
         if self._waits_since is None:
             self._waits_since = now
-        return self._wanted[asked : self._num_asked]
+        return self._wanted[first : self._num_requested]
 
-    def came(self, name: BlockName, *, is_good: bool, now: float) -> bool:
+    def received(self, name: BlockName, *, is_good: bool, now: float) -> bool:
         """Handle the answer for a block.
 
         Args:
@@ -72,10 +72,14 @@ class Pull:
         """
         if self.is_over:
             return False
-        if not is_good or name != self._wanted[self.num_come] or self.num_come >= self._num_asked:
+        if (
+            not is_good
+            or name != self._wanted[self.num_received]
+            or self.num_received >= self._num_requested
+        ):
             self.give_up()
             return False
-        self.num_come += 1
+        self.num_received += 1
         self._waits_since = now
         return True
 

@@ -73,9 +73,9 @@ def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
 def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
     try:
         whole = msgspec.json.decode(text, type=_VllmConfig)
-        asked = [whole]
+        configs = [whole]
         if whole.kv_connector == CHAIN:
-            asked = msgspec.convert(whole.kv_connector_extra_config, _Chain).connectors
+            configs = msgspec.convert(whole.kv_connector_extra_config, _Chain).connectors
             plain = _VllmConfig(kv_role="kv_both", kv_connector=CHAIN)
             if msgspec.structs.replace(whole, kv_connector_extra_config={}) != plain:
                 raise BadKvTransfer(
@@ -84,14 +84,14 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
                 )
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error
-    for each in asked:
+    for each in configs:
         _check(each)
-    own = [each for each in asked if each.kv_connector == CONNECTOR]
+    own = [each for each in configs if each.kv_connector == CONNECTOR]
     if len(own) > 1:
         raise BadKvTransfer(f"--kv-transfer-config: {CONNECTOR} is there more than once")
     connectors = tuple(
         Connector(each.kv_connector, each.kv_connector_extra_config)
-        for each in asked
+        for each in configs
         if each.kv_connector != CONNECTOR
     )
     if not own:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 
-class Place(NamedTuple):
+class GroupAssignment(NamedTuple):
     """An engine's position in one formation of a group."""
 
     topology: int
@@ -34,39 +34,39 @@ class GroupMembership:
         """Start in no group; if this engine leads one, it would host the rendezvous at
         `address`."""
         self.status = GroupStatus("apart", 0, address)
-        self._me = member
+        self._member = member
         self._members: list[GroupMember] = []
 
-    def ordered(self, order: FormGroup) -> Place | None:
-        """Process an order; return the place to prepare (without an address) or to join, if any."""
+    def ordered(self, order: FormGroup) -> GroupAssignment | None:
+        """Process an order; return the position to prepare (without address) or to join, if any."""
         status = self.status
         if order.topology < status.topology:
             return None
-        if self._me not in order.members:
+        if self._member not in order.members:
             if order.topology > status.topology:
-                self._move("apart", order.topology)  # the new group excludes this engine
+                self._set_state("apart", order.topology)  # the new group excludes this engine
             return None
-        place = Place(
-            order.topology, order.members.index(self._me), len(order.members), order.address
+        assignment = GroupAssignment(
+            order.topology, order.members.index(self._member), len(order.members), order.address
         )
         if order.topology > status.topology:
             self._members = order.members
-            self._move("preparing", order.topology)
-            return place._replace(address="")
-        return place if order.address and status.state == "prepared" else None
+            self._set_state("preparing", order.topology)
+            return assignment._replace(address="")
+        return assignment if order.address and status.state == "prepared" else None
 
     def prepared(self, address: str) -> None:
-        """Record that the new place is prepared; the rendezvous could be at `address`."""
+        """Record that the new position is prepared; the rendezvous could be at `address`."""
         self.status = GroupStatus("prepared", self.status.topology, address)
 
     def joined(self) -> None:
         """Record that all members have joined."""
-        self._move("joined", self.status.topology)
+        self._set_state("joined", self.status.topology)
 
     def lost(self) -> None:
         """Record that the group was given up, or could not be joined."""
-        self._move("apart", self.status.topology)
+        self._set_state("apart", self.status.topology)
 
-    def _move(self, state: str, topology: int) -> None:
+    def _set_state(self, state: str, topology: int) -> None:
         members = self._members if state == "joined" else []
         self.status = GroupStatus(state, topology, self.status.address, members)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.batch.executor import GroupExecutor
 from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
-from engine.lockstep.group_membership import GroupMembership, Place
+from engine.lockstep.group_membership import GroupAssignment, GroupMembership
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class GroupConnection:
         """Record the engine's current group."""
         with self._lock:
             self._group = group
-            self._cut_if_superseded()
+            self._abort_if_superseded()
 
     def detach(self) -> None:
         """Close the group's connections and forget it; idempotent."""
@@ -51,9 +51,9 @@ class GroupConnection:
         """Record that the coordinator has ordered a group with this number."""
         with self._lock:
             self._newest = max(self._newest, topology)
-            self._cut_if_superseded()
+            self._abort_if_superseded()
 
-    def _cut_if_superseded(self) -> None:
+    def _abort_if_superseded(self) -> None:
         if self._group is not None and self._group.topology < self._newest:
             self._group.abort()
 
@@ -92,18 +92,18 @@ class Grouping:
     def ordered(self, order: FormGroup) -> "EngineGroup | None":
         """Carry out an order; return the group if the engine has joined it."""
         before = self._membership.status
-        place = self._membership.ordered(order)
+        assignment = self._membership.ordered(order)
         if self._membership.status != before:
             self._connection.detach()
             self._report(self._membership.status)
-        if place is None:
+        if assignment is None:
             return None
-        if place.address:
-            return self._join(place)
-        self._prepare(place)
+        if assignment.address:
+            return self._join(assignment)
+        self._prepare(assignment)
         return None
 
-    def lose(self, error: GroupBroken) -> None:
+    def leave_broken(self, error: GroupBroken) -> None:
         """Leave a broken group; the coordinator will form another."""
         if self._connection.is_superseded:
             logger.info("another group is being formed")
@@ -118,20 +118,21 @@ class Grouping:
         self._connection.detach()
         self._listener.close()
 
-    def _prepare(self, place: Place) -> None:
-        self._executor.prepare_group(place.position, place.size)
+    def _prepare(self, assignment: GroupAssignment) -> None:
+        self._executor.prepare_group(assignment.position, assignment.size)
         if self._listener.fileno() < 0:  # it was used for the previous group
             self._listener = open_listener(self._host)
         self._membership.prepared(listener_address(self._listener))
         self._report(self._membership.status)
 
-    def _join(self, place: Place) -> "EngineGroup | None":
-        spec = GroupSpec(place.address, place.position, place.size, place.topology, self._timeout)
-        leads = place.position == 0
+    def _join(self, assignment: GroupAssignment) -> "EngineGroup | None":
+        topology, position, size, address = assignment
+        spec = GroupSpec(address, position, size, topology, self._timeout)
+        is_leader = position == 0
         try:
-            group = self._executor.join_group(spec, self._listener if leads else None)
+            group = self._executor.join_group(spec, self._listener if is_leader else None)
         except GroupBroken as error:
-            self.lose(error)
+            self.leave_broken(error)
             return None
         self._connection.attach(group)
         self._membership.joined()

@@ -17,17 +17,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.events import Drain, InboxItem, Stop, Welcomed, receive
 from engine.core.front_ends import CoreStep
 from engine.core.loop import ANNOUNCEMENT_SECONDS, IDLE_STATS_INTERVAL
 from engine.core.sender import Outlet
+from engine.core.shutdown import Shutdown
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
 from engine.distributed.spec import GroupBroken
+from engine.lockstep.deferred_calls import DeferredCalls
 from engine.lockstep.grouping import Grouping
-from engine.lockstep.held_calls import HeldCalls
 from engine.lockstep.wave import EngineWave, Gather, GatherRow, Land, Park, Step
 from engine.scheduler.admission import RankState
 from engine.shared.messages import FleetOrder, FormGroup, UtilityCall
@@ -52,33 +52,33 @@ class LockstepLoop:
         core: EngineCore,
         wave: EngineWave,
         grouping: Grouping,
-        ending: Ending,
+        shutdown: Shutdown,
         inbox: "SimpleQueue[InboxItem]",
         outlet: Outlet,
         watch: StepWatch,
         *,
-        on_turn: Callable[[], None],
+        on_iteration: Callable[[], None],
         on_drain: Callable[[], None],
         on_wave: Callable[[int], None],
         on_joined: Callable[[], None],
     ) -> None:
         """Connect the parts.
 
-        `on_turn` is called in every iteration, `on_joined` for every new group, `on_wave` after
-        every gather.
+        `on_iteration` is called in every iteration, `on_joined` for every new group, `on_wave`
+        after every gather.
         """
         self._core = core
         self._wave = wave
         self._grouping = grouping
-        self._ending = ending
+        self._shutdown = shutdown
         self._inbox = inbox
         self._outlet = outlet
         self._watch = watch
-        self._on_turn = on_turn
+        self._on_iteration = on_iteration
         self._on_drain = on_drain
         self._on_wave = on_wave
         self._on_joined = on_joined
-        self._held_calls = HeldCalls(core, wave)
+        self._deferred_calls = DeferredCalls(core, wave)
         self._group: EngineGroup | None = None
         self._load: RankState | None = None
         self._launched: deque[tuple[float, int]] = deque()
@@ -95,28 +95,28 @@ class LockstepLoop:
         """
         self._grouping.announce()
         while True:
-            stop = self._ending.due(time.monotonic())
+            stop = self._shutdown.due(time.monotonic())
             if stop is not None:
                 return stop
             try:
-                self._turn()
+                self._run_once()
             except GroupBroken as error:
                 self._end_group()
-                self._grouping.lose(error)
+                self._grouping.leave_broken(error)
 
     def end(self) -> None:
         """Abandon steps in flight after `run`, so that the group's connections can be closed."""
         with suppress(StepFailed):  # already logged
             self._end_group()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Perform one action."""
         if self._load is None:
             self._load = self._core.steps.rank_state(self._last_step_us)
         action = self._wave.next_action(self._core.needs_steps, self._load)
         self._send_reports()
         match action:
-            case Park() if self._held_calls.settle():
+            case Park() if self._deferred_calls.settle():
                 self._send_answers()
                 self._send_stats()
             case Park():
@@ -134,12 +134,12 @@ class LockstepLoop:
         assert self._group is not None
         pending = self._group.all_gather_rows(row.pack())
         while not pending.wait_for(GATHER_PATIENCE):
-            self._on_turn()
+            self._on_iteration()
             self._wave.tick(time.monotonic())
             self._send_reports()
         self._wave.gathered(pending.wait())
         self._on_wave(self._wave.wave)
-        self._held_calls.gathered()
+        self._deferred_calls.gathered()
         if not self._wave.running:
             self._send_answers()
             self._send_stats()
@@ -162,14 +162,14 @@ class LockstepLoop:
         self._landed_at = now
         self._wave.landed()
         self._load = None
-        self._say(step)
+        self._send_step(step)
         if drains:
             self._drain(0)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Watch the steps in flight; the engine is ended if they hang."""
-        tokens = sum(most for _, most in self._launched)
+        tokens = sum(max_tokens for _, max_tokens in self._launched)
         self._watch.begin(tokens, time.monotonic())
         try:
             yield
@@ -180,10 +180,10 @@ class LockstepLoop:
 
     def _drain(self, within: float) -> None:
         needed_steps = self._core.needs_steps
-        self._on_turn()
-        items = receive(self._inbox, self._ending.wait(within))
+        self._on_iteration()
+        items = receive(self._inbox, self._shutdown.wait(within))
         for item in items:
-            self._take(item)
+            self._handle(item)
         self._load = None
         self._send_answers()
         if (within and not items) or (self._core.needs_steps and not needed_steps):
@@ -191,19 +191,19 @@ class LockstepLoop:
             # reported.
             self._send_stats()
 
-    def _take(self, item: InboxItem) -> None:
+    def _handle(self, item: InboxItem) -> None:
         match item:
             case Drain() | Stop():
-                self._ending.asked(item, time.monotonic())
+                self._shutdown.request(item, time.monotonic())
                 if isinstance(item, Drain):
                     self._on_drain()
             case FormGroup():
                 self._form(item)
-            case UtilityCall() if self._held_calls.take(item):
+            case UtilityCall() if self._deferred_calls.take(item):
                 pass
             case FleetOrder():
-                for call in self._core.halting.take_up(item):
-                    self._take(call)
+                for call in self._core.halting.accept(item):
+                    self._handle(call)
             case Welcomed():
                 pass  # it is a member already
             case _:
@@ -217,7 +217,7 @@ class LockstepLoop:
         group = self._grouping.ordered(order)
         if group is not None:
             interval = 1 if self._core.steps.joined_group(group.size) else GATHER_INTERVAL
-            self._wave.regroup(group.topology, leads=group.rank == 0, gather_interval=interval)
+            self._wave.regroup(group.topology, is_leader=group.rank == 0, gather_interval=interval)
             self._group = group
             logger.info("joined group %d as %d of %d", group.topology, group.rank + 1, group.size)
             self._on_joined()
@@ -242,14 +242,14 @@ class LockstepLoop:
     def _send_answers(self) -> None:
         answers = self._core.answers()
         if answers is not None:
-            self._say(answers)
+            self._send_step(answers)
 
     def _send_stats(self) -> None:
-        self._outlet.say(CoreStep({}, [], self._core.stats()))
+        self._outlet.send_step(CoreStep({}, [], self._core.stats()))
 
-    def _say(self, step: CoreStep) -> None:
+    def _send_step(self, step: CoreStep) -> None:
         """Send outputs; if they announce a request that runs alone, wait until they have
         arrived."""
-        self._outlet.say(step)
+        self._outlet.send_step(step)
         if step.changes_alone:
             time.sleep(ANNOUNCEMENT_SECONDS)

@@ -126,7 +126,7 @@ class Verdict(NamedTuple):
     hold_epoch: int
 
 
-def check_alike(rows: Sequence[GatherRow]) -> None:
+def check_same_state(rows: Sequence[GatherRow]) -> None:
     """Check that all ranks are in the same state.
 
     Raises:
@@ -186,7 +186,7 @@ class EngineWave(WaveClock):
         self.phase = phase
         self.step = 0
         self._rank = rank
-        self._leads = rank == 0
+        self._is_leader = rank == 0
         self._incarnation = incarnation
         self._gather_interval = gather_interval
         self._max_in_flight = max_in_flight
@@ -265,7 +265,7 @@ class EngineWave(WaveClock):
         self._settles = False
 
     def regroup(
-        self, topology: int, *, leads: bool | None = None, gather_interval: int | None = None
+        self, topology: int, *, is_leader: bool | None = None, gather_interval: int | None = None
     ) -> None:
         """Join a new formation of the group, with this `topology`.
 
@@ -276,8 +276,8 @@ class EngineWave(WaveClock):
         self.phase = Phase.FORMING
         self.step = self._tag = 0
         self._loads = None
-        if leads is not None:
-            self._leads = leads
+        if is_leader is not None:
+            self._is_leader = is_leader
         if gather_interval is not None:
             self._gather_interval = gather_interval
 
@@ -327,7 +327,7 @@ class EngineWave(WaveClock):
             LockstepError: the ranks are not in the same state.
         """
         rows = [GatherRow.unpack(values) for values in table]
-        check_alike(rows)
+        check_same_state(rows)
         verdict = judge(rows)
         self._tag += 1
         self._adopt(verdict.wave)
@@ -385,7 +385,7 @@ class EngineWave(WaveClock):
         self.phase = verdict.phase
         self._held_at = verdict.hold_epoch
         self.step = 0
-        if self._leads:
+        if self._is_leader:
             self._reports.append(
                 WaveComplete(
                     self._rank, self._incarnation, self.wave, verdict.hold_epoch, self.topology

@@ -96,13 +96,13 @@ def parse_adapter_config(data: bytes) -> AdapterConfig:
 
 
 def _converted(content: dict[str, Any]) -> AdapterConfig:
-    given = {name: content[name] for name in AdapterConfig.__struct_fields__ if name in content}
-    missing = [name for name in ("r", "lora_alpha") if given.get(name) is None]
+    fields = {name: content[name] for name in AdapterConfig.__struct_fields__ if name in content}
+    missing = [name for name in ("r", "lora_alpha") if fields.get(name) is None]
     if missing:
         raise BadAdapter(f"adapter_config.json has no {missing[0]}")
-    given = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None}
     try:
-        return msgspec.convert(given, AdapterConfig)
+        return msgspec.convert(fields, AdapterConfig)
     except msgspec.ValidationError as error:
         raise BadAdapter(f"adapter_config.json: {error}") from error
 

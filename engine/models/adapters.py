@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.module import Module, Rows
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 
 NO_ADAPTER = -1
 
@@ -213,13 +213,13 @@ class AdapterBank:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        cut: Cut | None = None,
+        sharding: TensorSharding | None = None,
         by_rows: bool = False,
     ) -> None:
         """Create slots for adapters of at most this rank.
 
         Args:
-            cut: the part of each matrix held by this process.
+            sharding: the part of each matrix held by this process.
             by_rows: whether a row's result must not depend on other rows or the slot.
         """
         self.num_slots = num_slots
@@ -229,7 +229,7 @@ class AdapterBank:
         """Adapters of the rows being computed; None if no row has one."""
         self._dtype = dtype
         self._device = device
-        self._cut = cut
+        self._sharding = sharding
         self._products: list[AdaptedLinear] = []
         self._head: AdaptedLinear | None = None
         self._experts: list[AdaptedLinear] = []
@@ -284,8 +284,8 @@ class AdapterBank:
         Args:
             weights: of the whole model; only this process's part is copied.
         """
-        if self._cut is not None:
-            weights = {name: _part(self._cut, name, pair) for name, pair in weights.items()}
+        if self._sharding is not None:
+            weights = {name: _part(self._sharding, name, pair) for name, pair in weights.items()}
         for product in self._products:
             product.write(slot, weights)
         self._adapts_experts = any(product.any_used for product in self._experts)
@@ -295,11 +295,11 @@ class AdapterBank:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
-def _part(cut: Cut, name: str, pair: LowRank) -> LowRank:
+def _part(sharding: TensorSharding, name: str, pair: LowRank) -> LowRank:
     """Return the part of a pair held by one rank of a tensor-parallel model."""
     module, weight = name.rsplit(".", 1)[-1], name + ".weight"
     if module == "embed_tokens":  # applied after the ranks' sum
         return pair
     if module in ("o_proj", "down_proj"):
-        return LowRank(cut.part(weight, pair.a), pair.b)
-    return LowRank(pair.a, cut.part(weight, pair.b))
+        return LowRank(sharding.part(weight, pair.a), pair.b)
+    return LowRank(pair.a, sharding.part(weight, pair.b))

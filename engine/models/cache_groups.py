@@ -27,15 +27,15 @@ class CacheGroups(msgspec.Struct, frozen=True):
         """Return the group of a local layer."""
         return self.of_layers[layer] if self.of_layers else 0
 
-    def places(self, num_layers: int) -> list[int]:
+    def tensor_indices(self, num_layers: int) -> list[int]:
         """Return the index of each local layer within the blocks of its group."""
-        taken = [0] * len(self.windows)
-        places = []
+        used = [0] * len(self.windows)
+        indices = []
         for layer in range(num_layers):
             group = self.group_of(layer)
-            places.append(taken[group])
-            taken[group] += 1
-        return places
+            indices.append(used[group])
+            used[group] += 1
+        return indices
 
 
 def one_group(windows: Sequence[int | None]) -> CacheGroups:
@@ -43,13 +43,13 @@ def one_group(windows: Sequence[int | None]) -> CacheGroups:
     return CacheGroups((windows[0],) if len(set(windows)) == 1 else (None,))
 
 
-def divide(windows: Sequence[int | None], longest: int, beside: float = 0.0) -> CacheGroups:
+def divide(windows: Sequence[int | None], longest: int, extra_layers: float = 0.0) -> CacheGroups:
     """Return the groups that need least memory for the longest sequence; one group if equal.
 
     Args:
         windows: of all layers of the model.
         longest: tokens of that sequence.
-        beside: additional layers stored in every block: the keys and values of a draft model.
+        extra_layers: additional layers stored in every block: the keys and values of a draft model.
     """
     kinds = list(dict.fromkeys(windows))
     if len(kinds) == 1:
@@ -58,11 +58,11 @@ def divide(windows: Sequence[int | None], longest: int, beside: float = 0.0) -> 
     tokens = [longest if kind is None else min(kind, longest) for kind in kinds]
     sizes = [n for n in range(1, max(counts) + 1) if sum(-(-c // n) for c in counts) <= MAX_GROUPS]
     takes = {
-        n: sum(-(-c // n) * t for c, t in zip(counts, tokens, strict=True)) * (n + beside)
+        n: sum(-(-c // n) * t for c, t in zip(counts, tokens, strict=True)) * (n + extra_layers)
         for n in sizes
     }
     size = min(sizes, key=lambda n: (takes[n], -n), default=0)
-    if not size or takes[size] > _WORTH_IT * (len(windows) + beside) * longest:
+    if not size or takes[size] > _WORTH_IT * (len(windows) + extra_layers) * longest:
         return one_group(windows)
     groups: list[int | None] = []
     of_layers = [0] * len(windows)

@@ -14,7 +14,7 @@ from engine.models.attention.projections import SelfAttention
 from engine.models.attention.rotary import Rotary
 from engine.models.module import Module, Rows, add_to
 from engine.models.moe import SparseMlp
-from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.parallel.experts import DistributedExperts, ExpertGroup
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec
 from engine.models.step import FinalTokens, ForwardContext, StepTokens
@@ -53,7 +53,7 @@ class DecoderLayer(Module):
         self.is_parallel = is_parallel
         self.residual_scale = residual_scale
         self._shards = shards
-        self._adds_alone = (
+        self._adds_in_place = (
             shards is None
             and attention_output_norm is None
             and mlp_output_norm is None
@@ -84,18 +84,18 @@ class DecoderLayer(Module):
         return self._added(x, self.mlp_output_norm, self.mlp, normed)
 
     def _added(self, x: Tensor, norm: Rows | None, block: Any, *arguments: Any) -> Tensor:
-        if self._adds_alone:
+        if self._adds_in_place:
             return add_to(x, block, *arguments)
-        made: Tensor = block(*arguments)
-        if not made.shape[0]:
+        output: Tensor = block(*arguments)
+        if not output.shape[0]:
             return x
         if self._shards is not None:
-            made = self._shards.all_reduce(made)
+            output = self._shards.all_reduce(output)
         if norm is not None:
-            made = norm(made)
+            output = norm(output)
         if self.residual_scale != 1.0:
-            made = made.mul_(self.residual_scale)
-        return x.add_(made)
+            output = output.mul_(self.residual_scale)
+        return x.add_(output)
 
 
 class Followers(Protocol):
@@ -182,7 +182,7 @@ class Decoder(Module, finds_hooks=True):
             self.windows[groups.group_of(layer)].add(window)
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether a step involves no other process."""
         return self._followers is None and self.expert_group is None
 
@@ -198,7 +198,7 @@ class Decoder(Module, finds_hooks=True):
         Expert calls depend on how many tokens are routed to each, and distributed models
         communicate in between.
         """
-        return self.is_alone and self.is_whole and not self.sparse_layers
+        return self.is_single_process and self.is_whole and not self.sparse_layers
 
     @property
     def sparse_layers(self) -> dict[int, SparseMlp]:
@@ -254,9 +254,9 @@ class Decoder(Module, finds_hooks=True):
         )
         last = len(self.layers) - 1
         for index, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            step.taps.see(index, x)
+            step.taps.record(index, x)
             x = layer(x, layer_cache, context, step.final if index == last else None)
-        step.taps.see(last + 1, x)
+        step.taps.record(last + 1, x)
         if self.expert_group is not None:
             self.expert_group.end_step()
         return x if self.norm is None else self.norm(x)
@@ -271,7 +271,7 @@ class Decoder(Module, finds_hooks=True):
         layer = group.next_change()
         if layer is not None:
             experts = self.sparse_layers[layer].experts
-            assert isinstance(experts, SpreadExperts)
+            assert isinstance(experts, DistributedExperts)
             experts.change()
         return has_tokens
 

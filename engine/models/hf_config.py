@@ -73,11 +73,11 @@ def read_image_settings(directory: Path) -> dict[str, Any]:
     Raises:
         UnsupportedModel: a file is not a JSON object.
     """
-    whole, own = (
+    config, image_config = (
         _read_json(path) if (path := directory / f"{name}_config.json").is_file() else {}
         for name in ("processor", "preprocessor")
     )
-    return {**(whole.get("image_processor") or {}), **own}
+    return {**(config.get("image_processor") or {}), **image_config}
 
 
 def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
@@ -88,13 +88,13 @@ def parse_spec(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     """
     architecture = architecture_of(config)
     scheme = read_scheme(config)  # refuses unsupported quantization
-    own = config.get("text_config") or config
-    given = {**config, **own, "architectures": [architecture]}
+    text_config = config.get("text_config") or config
+    values = {**config, **text_config, "architectures": [architecture]}
     family = family_of(architecture)
     keys_of = family.reads_as or architecture
-    text = with_defaults(keys_of, given)
+    text = with_defaults(keys_of, values)
     spec = family.spec(text)
-    check_unread(keys_of, own, text, family.ignored)
+    check_unread(keys_of, text_config, text, family.ignored)
     if scheme is not None and scheme.method == "mxfp4" and not (spec.moe and spec.moe.is_mxfp4):
         raise UnsupportedModel(
             f"the checkpoint is quantized (mxfp4), which is not supported for {architecture}"

@@ -281,25 +281,25 @@ class SparseMlp(Module):
         router: Router | GroupRouter,
         experts: Experts,
         shared: Rows | None = None,
-        own: Callable[[Rows, Tensor], Tensor] | None = None,
+        partition: Callable[[Rows, Tensor], Tensor] | None = None,
         *,
         scales_inputs: bool = False,
     ) -> None:
         """Initialize from the modules; `shared` is an MLP additionally applied to every token.
 
-        `own` applies a function to the tokens routed by this process, if those are not all;
+        `partition` applies a function to the tokens routed by this process, if those are not all;
         `scales_inputs` as in `MoeSpec`.
         """
         super().__init__()
         self.router = router
-        self._own = own
+        self._partition = partition
         self._scales_inputs = scales_inputs
         self.experts = experts
         self.shared_experts = shared
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [tokens, hidden] to the same shape."""
-        out = self._routed(x) if self._own is None else self._own(self._routed, x)
+        out = self._routed(x) if self._partition is None else self._partition(self._routed, x)
         return out if self.shared_experts is None or not len(x) else out + self.shared_experts(x)
 
     def _routed(self, x: Tensor) -> Tensor:

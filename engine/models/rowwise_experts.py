@@ -67,13 +67,13 @@ class RowwiseExperts(Module):
         """Return rows of results, and the row of each choice, [tokens * choices]."""
         whole = x if len(x) == _WHOLE else x.index_select(0, repeated(len(x), _WHOLE))
         choices = chosen.tolist()
-        places: dict[int, int] = {}
+        row_of: dict[int, int] = {}
         index = [
-            places.setdefault(expert, _WHOLE * len(places)) + token
+            row_of.setdefault(expert, _WHOLE * len(row_of)) + token
             for token, experts in enumerate(choices)
             for expert in experts
         ]
-        return torch.cat([self._each[expert](whole) for expert in places]), torch.tensor(index)
+        return torch.cat([self._each[expert](whole) for expert in row_of]), torch.tensor(index)
 
     def _all_experts(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         rows = -(-len(x) // _WHOLE) * _WHOLE
@@ -87,9 +87,9 @@ class RowwiseExperts(Module):
         padded = [each.padded(int(n)) for each, n in zip(self._by_rows, counts, strict=True)]
         # Offset of each expert's pairs between the sorted and the padded order.
         shift = np.cumsum(padded) - padded - (np.cumsum(counts) - counts)
-        places = np.arange(len(order)) + shift[experts[order]]
+        targets = np.arange(len(order)) + shift[experts[order]]
         index, tokens = np.empty_like(order), np.zeros(sum(padded), np.int64)
-        index[order], tokens[places] = places, order // chosen.shape[1]
+        index[order], tokens[targets] = targets, order // chosen.shape[1]
         rows = torch.split(x.index_select(0, torch.from_numpy(tokens)), padded)
         made = [each(part) for each, part in zip(self._by_rows, rows, strict=True) if len(part)]
         return torch.cat(made), torch.from_numpy(index)
@@ -102,9 +102,9 @@ class RowwiseExperts(Module):
     def _together_agrees(self, probe: Tensor) -> bool:
         """Return whether all experts at once give the same bits as each separately."""
         probe = probe[:_MOST_TOGETHER]
-        alone = torch.stack([expert(probe) for expert in self._by_rows])
+        one_by_one = torch.stack([expert(probe) for expert in self._by_rows])
         return all(
-            torch.equal(self._made(probe[:rows].clone()), alone[:, :rows])
+            torch.equal(self._made(probe[:rows].clone()), one_by_one[:, :rows])
             for rows in range(_WHOLE, len(probe) + 1, _WHOLE)
         )
 

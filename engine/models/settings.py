@@ -43,8 +43,8 @@ def open_checkpoint(
         # Imports a package that only GGUF needs.
         from engine.models.formats.gguf.checkpoint import GgufCheckpoint
 
-        wanted = None if config.dtype == "auto" else _DTYPES[config.dtype]
-        return GgufCheckpoint(Path(config.model).expanduser(), spec, wanted)
+        dtype_override = None if config.dtype == "auto" else _DTYPES[config.dtype]
+        return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype_override)
     return SafetensorsCheckpoint(directory, spec)
 
 
@@ -60,13 +60,13 @@ class ComputeTypes(NamedTuple):
     """Also the dtype of the weights."""
     cache: torch.dtype
     """Dtype in which attention reads keys and values."""
-    kept: KvCacheDtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     """Storage format of the KV cache; auto: the dtype above."""
 
     @property
     def kv_format(self) -> KvFormat:
         """The format of the KV cache."""
-        return kv_format(self.cache, self.kept)
+        return kv_format(self.cache, self.kv_cache_dtype)
 
 
 def compute_types(
@@ -75,20 +75,20 @@ def compute_types(
     checkpoint: Checkpoint,
     *,
     device: torch.device,
-    is_alone: bool = True,
+    in_one_process: bool = True,
 ) -> ComputeTypes:
     """Return the configured dtypes; else the config's; else as stored.
 
     A small model's activations are float32 where that is faster; its KV cache is not. Processes
-    that compute one model together (not `is_alone`) exchange activations and can run on different
-    processors, so they use the model's own dtype.
+    that compute one model together (not `in_one_process`) exchange activations and can run on
+    different processors, so they use the model's own dtype.
     """
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
         return ComputeTypes(dtype, dtype)
     dtype = _DTYPES[spec.dtype] if spec.dtype else checkpoint.dtype
     own = ComputeTypes(dtype, dtype)
-    if dtype.itemsize != 2 or not is_alone or config.quantization is not None:
+    if dtype.itemsize != 2 or not in_one_process or config.quantization is not None:
         return own
     if device.type == "cpu" and float32_is_faster() and fits_caches(spec):
         return own._replace(activations=torch.float32)
@@ -96,14 +96,18 @@ def compute_types(
 
 
 def quantization(
-    config: ModelConfig, types: ComputeTypes, *, device: torch.device, is_alone: bool = True
+    config: ModelConfig,
+    types: ComputeTypes,
+    *,
+    device: torch.device,
+    in_one_process: bool = True,
 ) -> Quantization | None:
     """Return the configured quantization, else whether weights stored in 4 bits stay so.
 
     Unless a dtype is configured, they do where expanded weights are slower for any number of rows,
     because oneDNN has no 16-bit product.
     """
-    if config.quantization is not None or config.dtype != "auto" or not is_alone:
+    if config.quantization is not None or config.dtype != "auto" or not in_one_process:
         return config.quantization
     in_16_bits = device.type == "cpu" and types.activations.itemsize == 2
     return "stored" if in_16_bits and not has_16_bit_kernels() else None

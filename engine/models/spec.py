@@ -159,7 +159,7 @@ class _ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.patch_size * self.scale_factor
 
     @property
-    def sees_all(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """Whether each image token attends to its whole image in the text model."""
         return False
 
@@ -194,7 +194,7 @@ class SiglipSpec(_PatchSpec, frozen=True, kw_only=True):
     image tokens attend to their whole image."""
 
     @property
-    def sees_all(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """See `_ImageSpec`."""
         return self.is_gemma
 
@@ -220,7 +220,7 @@ class QwenVisionSpec(_PatchSpec, frozen=True, kw_only=True):
     """Video frames per patch; an image is repeated this many times."""
     window_size: int
     """Pixels per side of a window."""
-    whole_layers: tuple[int, ...]
+    full_attention_layers: tuple[int, ...]
     """Layers that attend to the whole image."""
     theta: float
     """Base of the rotations."""

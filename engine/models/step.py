@@ -38,7 +38,7 @@ class Taps:
         self._layers = frozenset(layers)
         self._states: list[Tensor] = []
 
-    def see(self, num_layers: int, states: Tensor) -> None:
+    def record(self, num_layers: int, states: Tensor) -> None:
         """Record states [tokens, hidden] after `num_layers` layers if selected; copies them."""
         if num_layers in self._layers:
             self._states.append(states.clone())

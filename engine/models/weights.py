@@ -129,16 +129,16 @@ def _latent_tensors(
         yield prefix + "q_a_proj.weight", (latent.query_rank, hidden)
         yield prefix + "q_a_norm.weight", (latent.query_rank,)
         yield prefix + "q_b_proj.weight", (queries, latent.query_rank)
-    kept = latent.rank + latent.rotated_size
-    yield prefix + "kv_a_proj.weight", (kept, hidden)
+    latent_width = latent.rank + latent.rotated_size
+    yield prefix + "kv_a_proj.weight", (latent_width, hidden)
     yield prefix + "kv_a_norm.weight", (latent.rank,)
-    made = heads * (latent.plain_size + latent.value_size)
-    yield prefix + "kv_b_proj.weight", (made, latent.rank)
+    kv_width = heads * (latent.plain_size + latent.value_size)
+    yield prefix + "kv_b_proj.weight", (kv_width, latent.rank)
     yield prefix + "o_proj.weight", (hidden, heads * latent.value_size)
     if spec.qkv_bias:
         assert latent.query_rank is not None
         yield prefix + "q_a_proj.bias", (latent.query_rank,)
-        yield prefix + "kv_a_proj.bias", (kept,)
+        yield prefix + "kv_a_proj.bias", (latent_width,)
     if spec.output_bias:
         yield prefix + "o_proj.bias", (hidden,)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-ASK_AGAIN_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 """Seconds after which a stop request to a starting engine is repeated."""
 
 
@@ -15,47 +15,47 @@ class EarlyStop:
     Python swallows exceptions. So the request is repeated until the engine has left startup.
 
     Args:
-        ask_again: schedules another call of `ask` after the given seconds; 0 cancels it.
+        schedule_retry: schedules another call of `request` after the given seconds; 0 cancels it.
     """
 
-    def __init__(self, ask_again: Callable[[float], object] = lambda seconds: None) -> None:
-        self._ask_again = ask_again
-        self._held = 0
-        self._asked = False
-        self._has_left = False
+    def __init__(self, schedule_retry: Callable[[float], object] = lambda seconds: None) -> None:
+        self._schedule_retry = schedule_retry
+        self._num_deferrals = 0
+        self._requested = False
+        self._startup_over = False
 
-    def ask(self) -> None:
-        """Stop now, or at the end of `held` sections; for signal handlers.
+    def request(self) -> None:
+        """Stop now, or at the end of `deferred` sections; for signal handlers.
 
         Raises:
-            SystemExit: no section holds it.
+            SystemExit: no section defers it.
         """
-        if self._has_left:
+        if self._startup_over:
             return
-        self._asked = True
-        self._ask_again(ASK_AGAIN_SECONDS)
-        self._end_unless_held()
+        self._requested = True
+        self._schedule_retry(RETRY_SECONDS)
+        self._exit_unless_deferred()
 
-    def has_left(self) -> None:
+    def startup_over(self) -> None:
         """Record that startup is over, for whatever reason; later requests are ignored."""
-        self._has_left = True
-        self._ask_again(0.0)
+        self._startup_over = True
+        self._schedule_retry(0.0)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Defer a stop to the end of the context; for starting and stopping processes.
 
         Raises:
             SystemExit: at the end, if a stop was requested meanwhile.
         """
-        self._held += 1
+        self._num_deferrals += 1
         try:
             yield
         finally:
-            self._held -= 1
-        if self._asked:
-            self._end_unless_held()
+            self._num_deferrals -= 1
+        if self._requested:
+            self._exit_unless_deferred()
 
-    def _end_unless_held(self) -> None:
-        if not self._held:
+    def _exit_unless_deferred(self) -> None:
+        if not self._num_deferrals:
             raise SystemExit(0)

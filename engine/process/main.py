@@ -19,7 +19,6 @@ import zmq
 from msgspec.structs import replace
 
 from engine.batch.executor import Executor, GroupExecutor
-from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.events import (
     AdaptersSettled,
@@ -32,11 +31,12 @@ from engine.core.events import (
 from engine.core.hosted import Backend, HostedEngine
 from engine.core.loop import EngineLoop
 from engine.core.sender import Sender
+from engine.core.shutdown import Shutdown
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import WaveClock
-from engine.executor.environment import bound, settle_environment, sharers
-from engine.executor.rules import check_draft_settings, check_pooling, why_blind
+from engine.executor.environment import bind_cpus, compute_processes, settle_environment
+from engine.executor.rules import check_draft_settings, check_pooling, why_no_images
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
@@ -54,7 +54,7 @@ from engine.models.hf_config import read_config, read_spec
 from engine.models.spec import check_heads
 from engine.process.early_stop import EarlyStop
 from engine.process.receiver import Receiver, build_reception
-from engine.process.reception import HaveAdapters, Serve, StandInGroup, WantNothingNew
+from engine.process.reception import Serve, SetAdapters, SetGroupStatus, StartDrain
 from engine.shared.adapters import configured_adapters
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import EngineConfig
@@ -86,7 +86,7 @@ class CannotStart(Exception):
     """The engine cannot start, and retrying would not help."""
 
 
-def steps_together(config: EngineConfig) -> bool:
+def is_lockstep(config: EngineConfig) -> bool:
     """Return whether the engine is one of several that share the experts of a model.
 
     Raises:
@@ -147,19 +147,19 @@ def build_executor(
         check_heads(read_spec(directory), config.parallel.tensor_parallel_size)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
-    settle_environment(sharers(config, engines_on_node))
+    settle_environment(compute_processes(config, engines_on_node))
     if pooling is not None and pooling.is_encoder:
         from engine.executor.encoding import EncoderExecutor
 
         return EncoderExecutor(config, pooling, engines_on_node, lifeline.progress)
     if config.parallel.processes > 1:
-        return _divided_executor(config, rank, engines_on_node, lifeline, early_stop, on_failure)
+        return _team_executor(config, rank, engines_on_node, lifeline, early_stop, on_failure)
     from engine.executor.in_process import InProcessExecutor  # imports torch
 
     return InProcessExecutor(config, rank, engines_on_node, lifeline.progress)
 
 
-def _divided_executor(
+def _team_executor(
     config: EngineConfig,
     rank: int,
     engines_on_node: int,
@@ -178,12 +178,12 @@ def _divided_executor(
     nodes: NodeLinks | None = None
     try:
         if config.parallel.nnodes > 1:
-            with early_stop.held():
+            with early_stop.deferred():
                 from engine.executor.nodes import leading  # few engines span nodes
 
                 nodes = leading.NodeLinks(config)
             nodes.wait(lifeline.progress)
-        with early_stop.held():
+        with early_stop.deferred():
             team = Team(config, rank, engines_on_node, nodes, on_failure)
         from engine.executor.in_process import InProcessExecutor  # imports torch
 
@@ -192,7 +192,7 @@ def _divided_executor(
             nodes.started()
         return executor
     except BaseException:
-        with early_stop.held():
+        with early_stop.deferred():
             if team is not None:
                 team.close()
             if nodes is not None:
@@ -208,16 +208,16 @@ def _simulated_executor(
 
     if config.parallel.nnodes > 1:
         raise CannotStart("--nnodes needs --executor model: a simulated engine has no workers")
-    described = read_config(directory)
-    vocab_size = (described.get("text_config") or described)["vocab_size"]
-    is_own = implementation(directory, config.model) == "swell" and pooling is None
-    sees = is_own and described.get("vision_config") is not None
+    model_config = read_config(directory)
+    vocab_size = (model_config.get("text_config") or model_config)["vocab_size"]
+    is_native = implementation(directory, config.model) == "swell" and pooling is None
+    has_vision = is_native and model_config.get("vision_config") is not None
     adapters = None
     if config.lora.enable_lora:
         modules = AdaptableModules(read_spec(directory))
         adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
-    vision = read_spec(directory).vision if sees else None
-    if vision is not None and why_blind(config, vision) is not None:
+    vision = read_spec(directory).vision if has_vision else None
+    if vision is not None and why_no_images(config, vision) is not None:
         vision = None
     return SimulatedExecutor(
         config,
@@ -239,14 +239,14 @@ def wait_for_rank(inbox: "SimpleQueue[InboxItem]", timeout: float, where: str) -
     Raises:
         CannotStart: refused, or no answer within `timeout` seconds.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     while True:
-        waited = time.monotonic() - began
+        waited = time.monotonic() - started_at
         try:
             first = inbox.get(timeout=max(0.0, min(WAITING_INTERVAL, timeout - waited)))
             break
         except Empty:
-            waited = time.monotonic() - began
+            waited = time.monotonic() - started_at
             if waited >= timeout:
                 raise CannotStart(
                     f"no coordinator answered at {where} within {timeout:.0f} s"
@@ -262,7 +262,7 @@ class EngineProcess:
     """Connects the threads and stops them in order."""
 
     def __init__(self, config: EngineConfig, lifeline: Lifeline, incarnation: int) -> None:
-        self._steps_together = steps_together(config)
+        self._is_lockstep = is_lockstep(config)
         self._config = config
         self._lifeline = lifeline
         self._incarnation = incarnation
@@ -278,14 +278,14 @@ class EngineProcess:
         self._kv_publisher: KvEventPublisher | None = None
         self._serving = False
         self._summary = ""
-        self._asked_to_end = False
+        self._stop_requested = False
         self._weight_version = ""
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
         self._transport = transport = Transport(config.cluster, self._context)
         self._connection = GroupConnection()
         self._sender = Sender(transport)
-        self._reception = build_reception(config, incarnation, lockstep=self._steps_together)
+        self._reception = build_reception(config, incarnation, lockstep=self._is_lockstep)
         self._receiver = Receiver(
             config.cluster.coordinator_address,
             incarnation,
@@ -305,10 +305,10 @@ class EngineProcess:
             SystemExit: the engine does not serve yet.
         """
         if not self._serving:
-            self._early_stop.ask()
+            self._early_stop.request()
             return
-        self._inbox.put(Stop() if self._asked_to_end else Drain())
-        self._asked_to_end = True
+        self._inbox.put(Stop() if self._stop_requested else Drain())
+        self._stop_requested = True
 
     def run(self) -> int:
         """Serve until stopped and return the exit code."""
@@ -323,8 +323,8 @@ class EngineProcess:
             name_process(f"engine {welcome.rank}", log.log_level, log.log_format)
             weights = self._reception.ordered_weights
             if weights is not None and weights.model != PUSHED:
-                chosen = replace(self._config.model, model=weights.model, revision=weights.revision)
-                self._config = replace(self._config, model=chosen)
+                model = replace(self._config.model, model=weights.model, revision=weights.revision)
+                self._config = replace(self._config, model=model)
                 self._weight_version = weights.version
             if self._config.executor.engine_backend != "swell":
                 return self._serve_backend(welcome)
@@ -344,16 +344,16 @@ class EngineProcess:
             if self._tiers is not None:
                 self._tiers.on_settled = lambda: self._inbox.put(PrerequisitesSettled())
             self._open_kv_events(executor, welcome.rank)
-            if self._steps_together:
-                return self._serve_together(executor, welcome)
+            if self._is_lockstep:
+                return self._serve_lockstep(executor, welcome)
             core = self._core(executor, welcome.rank, WaveClock(welcome.wave))
             return self._serve(core, welcome.rank)
         finally:
             try:
-                self._early_stop.has_left()
+                self._early_stop.startup_over()
             except SystemExit:  # a repeated request arrived at this moment
-                self._early_stop.has_left()
-            with self._early_stop.held():
+                self._early_stop.startup_over()
+            with self._early_stop.deferred():
                 self._receiver.stop()
                 self._sender.stop()
                 if self._tiers is not None:
@@ -416,7 +416,7 @@ class EngineProcess:
             tiers=self._tiers,
             kv_events=self._kv_events,
             clock=clock,
-            on_adapters=lambda sheet, held: self._receiver.tell(HaveAdapters(sheet, held)),
+            on_adapters=lambda table, held: self._receiver.submit(SetAdapters(table, held)),
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
             kv_role=self._kv_role,
@@ -427,7 +427,9 @@ class EngineProcess:
 
     def _serve_backend(self, welcome: Welcomed) -> int:
         name = self._config.executor.engine_backend
-        settle_environment(sharers(self._config, max(1, self._config.parallel.engines_on_node)))
+        settle_environment(
+            compute_processes(self._config, max(1, self._config.parallel.engines_on_node))
+        )
 
         def start(backend: type[Backend]) -> Backend:
             self._lifeline.progress(f"starting the engine of {name}")
@@ -455,7 +457,7 @@ class EngineProcess:
         try:
             return self._serve(core, welcome.rank)
         finally:
-            with self._early_stop.held():
+            with self._early_stop.deferred():
                 core.shutdown()
 
     def _serve(self, core: HostedEngine, rank: int) -> int:
@@ -466,12 +468,12 @@ class EngineProcess:
             self._sender,
             self._watch,
             drain_timeout=self._config.cluster.drain_timeout,
-            on_turn=self._health.turn,
+            on_iteration=self._health.record_iteration,
             on_drain=self._drain,
         )
         return self._loop_until_stopped(loop, rank)
 
-    def _serve_together(self, executor: Executor, welcome: Welcomed) -> int:
+    def _serve_lockstep(self, executor: Executor, welcome: Welcomed) -> int:
         if not isinstance(executor, GroupExecutor):
             raise CannotStart("this executor cannot share the experts with other engines")
         rank, incarnation = welcome.rank, self._incarnation
@@ -489,18 +491,18 @@ class EngineProcess:
             self._connection,
             host=advertised_host(self._config.cluster),
             timeout=self._config.parallel.group_timeout,
-            report=lambda status: self._receiver.tell(StandInGroup(status)),
+            report=lambda status: self._receiver.submit(SetGroupStatus(status)),
         )
         self._lifeline.progress("waiting for the other engines")
         loop = LockstepLoop(
             core,
             wave,
             grouping,
-            Ending(core, self._config.cluster.drain_timeout),
+            Shutdown(core, self._config.cluster.drain_timeout),
             self._inbox,
             self._sender,
             self._watch,
-            on_turn=self._health.turn,
+            on_iteration=self._health.record_iteration,
             on_drain=self._drain,
             on_wave=self._reception.note_wave,
             on_joined=lambda: self._ready(core.setup),
@@ -519,13 +521,13 @@ class EngineProcess:
         Raises:
             CannotStart: an adapter from the settings cannot be served.
         """
-        # The sheet may have changed while the model was loaded.
-        sheet = self._reception.sheet or configured_adapters(self._config.lora)
-        if sheet is None:
+        # The adapter table may have changed while the model was loaded.
+        adapter_table = self._reception.adapter_table or configured_adapters(self._config.lora)
+        if adapter_table is None:
             return
-        if sheet.entries:
+        if adapter_table.entries:
             self._lifeline.progress("loading adapters")
-        core.adapters.take(sheet)
+        core.adapters.take(adapter_table)
         for entry, error in core.adapters.wait():
             if not entry.confined and not entry.version:  # from the settings, never served
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
@@ -534,11 +536,11 @@ class EngineProcess:
         """Report replaced weights to the cluster; KV blocks in tiers are keyed by them."""
         if self._tiers is not None and self._kv_memory is not None:
             self._tiers.model = model_name(self._kv_memory, setup.model_fingerprint)
-        self._receiver.tell(Serve(setup))
+        self._receiver.submit(Serve(setup))
 
     def _drain(self) -> None:
         self._health.drain()
-        self._receiver.tell(WantNothingNew())
+        self._receiver.submit(StartDrain())
 
     def _ready(self, setup: EngineSetup) -> None:
         """Report to the cluster that the engine serves; only the first call counts."""
@@ -549,7 +551,7 @@ class EngineProcess:
         self._summary = f"KV cache of {setup.num_kv_blocks} blocks ({setup.kv_tokens:,} tokens)"
         if self._config.executor.bound_to:
             self._summary += f", on CPUs {self._config.executor.cpu_bind}"
-        self._receiver.tell(Serve(setup))
+        self._receiver.submit(Serve(setup))
 
     def _routed(self) -> None:
         """Report to the supervisor that front ends use the engine; called by the receiver."""
@@ -557,23 +559,23 @@ class EngineProcess:
         self._lifeline.ready(self._summary)
 
     def _loop_until_stopped(self, loop: EngineLoop | LockstepLoop, rank: int) -> int:
-        def tell(reason: str) -> None:
-            self._sender.last_words(EngineDead(rank, self._incarnation, reason))
+        def report_failure(reason: str) -> None:
+            self._sender.send_failure(EngineDead(rank, self._incarnation, reason))
 
-        watchdog = Watchdog(self._watch, self._config.executor.step_timeout, tell)
+        watchdog = Watchdog(self._watch, self._config.executor.step_timeout, report_failure)
         watchdog.start()
         try:
             stop = loop.run()
         except Exception as error:
             logger.exception("engine %d cannot go on", rank)
             reason = str(error) if isinstance(error, StepFailed) else repr(error)
-            tell(reason)
+            report_failure(reason)
             return 1
         finally:
             watchdog.stop()
         if stop.error is not None:
             logger.error("%s", stop.error)
-            self._sender.last_words(EngineDead(rank, self._incarnation, stop.error))
+            self._sender.send_failure(EngineDead(rank, self._incarnation, stop.error))
             return 1
         return 0
 
@@ -581,7 +583,7 @@ class EngineProcess:
 def run(config: EngineConfig, lifeline: Lifeline, incarnation: int | None = None) -> int:
     """Run one engine until a signal and return the exit code."""
     name_process("engine", config.log.log_level, config.log.log_format)
-    config = bound(config)
+    config = bind_cpus(config)
     lifeline.watch()
     if incarnation is None:
         incarnation = secrets.randbits(48)

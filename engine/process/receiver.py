@@ -29,10 +29,10 @@ from engine.process.reception import (
     Event,
     Follow,
     FrontEndLinks,
-    Greet,
     Leave,
     Reception,
     Register,
+    SendHello,
     Supersede,
     Tick,
 )
@@ -171,7 +171,7 @@ class Receiver:
         """Start reading; the first item in the inbox is `Welcomed` (or `Stop`)."""
         self._thread.start()
 
-    def tell(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         """Pass a command of the loop to `Reception`."""
         self._commands.put(command)
         self._control.send(b"")
@@ -181,7 +181,7 @@ class Receiver:
         if self._control.closed:
             return
         if self._thread.is_alive():  # otherwise nobody reads the command
-            self.tell(Leave())
+            self.submit(Leave())
             self._thread.join(timeout)
         self._control.close(linger=0)
 
@@ -217,7 +217,7 @@ class Receiver:
                 self._inbox.put(item)
             case Register(message):
                 self._registration.send(encode(message))
-            case Greet(front_end, hello):
+            case SendHello(front_end, hello):
                 self._requests[front_end].send(encode(hello))
             case Connect(entry):
                 self._outputs.connect_front_end(

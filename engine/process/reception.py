@@ -12,22 +12,22 @@ from engine.core.events import FrontEndJoined, FrontEndLeft, InboxItem, Rejoined
 from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
     AbortRequests,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
+    ApplyAdapterTable,
+    ApplyFleetOrder,
     CoordinatorReply,
     EngineInput,
     EngineSetup,
     FleetOrder,
-    FollowFleet,
     FormGroup,
     FrontEndEntry,
     FrontEnds,
     GroupOrder,
     GroupStatus,
     HeartbeatAck,
-    HeldAdapter,
-    HoldAdapters,
-    KvBlocksWanted,
+    KvBlocksQuery,
     MemberMessage,
     Refused,
     RouteHello,
@@ -41,7 +41,7 @@ from engine.shared.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-ASK_INTERVAL = 0.02
+CONFIRMATION_INTERVAL = 0.02
 """Seconds between hellos while waiting for front ends to confirm that they route here."""
 
 # -- events, in addition to received messages ----------------------------------------------------
@@ -53,21 +53,21 @@ class Serve(NamedTuple):
     setup: EngineSetup
 
 
-class WantNothingNew(NamedTuple):
+class StartDrain(NamedTuple):
     """The engine drains: notify the coordinator and the front ends."""
 
 
-class StandInGroup(NamedTuple):
+class SetGroupStatus(NamedTuple):
     """The engine's state in its lockstep group has changed: notify the coordinator."""
 
     status: GroupStatus
 
 
-class HaveAdapters(NamedTuple):
-    """The engine has this sheet and these adapters: notify the coordinator."""
+class SetAdapters(NamedTuple):
+    """The engine has this adapter table and these adapters: notify the coordinator."""
 
-    sheet: AdapterSheet
-    held: list[HeldAdapter]
+    adapter_table: AdapterTable
+    held: list[AdapterLoadResult]
 
 
 class Leave(NamedTuple):
@@ -78,7 +78,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Command = Serve | WantNothingNew | StandInGroup | HaveAdapters | Leave
+Command = Serve | StartDrain | SetGroupStatus | SetAdapters | Leave
 """Events from the engine's loop."""
 
 Event = CoordinatorReply | GroupOrder | EngineInput | Command | Tick
@@ -112,7 +112,7 @@ class Disconnect(NamedTuple):
     front_end: int
 
 
-class Greet(NamedTuple):
+class SendHello(NamedTuple):
     """Send a hello on the request connection of a front end."""
 
     front_end: int
@@ -141,7 +141,9 @@ class Close(NamedTuple):
     """Close everything and end the thread."""
 
 
-Action = Register | Follow | Connect | Disconnect | Greet | Deliver | Supersede | Announce | Close
+Action = (
+    Register | Follow | Connect | Disconnect | SendHello | Deliver | Supersede | Announce | Close
+)
 
 
 class FrontEndLinks:
@@ -167,21 +169,21 @@ class FrontEndLinks:
         self._roster: Roster[FrontEndEntry] = Roster(grace)
         self._sessions: dict[int, int] = {}
         self._num_sessions = 0
-        self._greet_at = 0.0
+        self._next_hello_at = 0.0
         self._grace = grace
-        self._ask_until: float | None = None
+        self._confirm_until: float | None = None
         self._drains = False
         self._answered: set[int] = set()
 
     def serve(self, now: float) -> None:
         """Start asking all front ends whether they route to the engine, which now serves."""
-        self._ask_until = now + self._grace
-        self._greet_at = now
+        self._confirm_until = now + self._grace
+        self._next_hello_at = now
 
     def drain(self, now: float) -> None:
         """Notify all front ends that the engine accepts no new requests."""
         self._drains = True
-        self._greet_at = now
+        self._next_hello_at = now
 
     def answered(self, answer: RouteTaken) -> None:
         """Record that a front end routes to the engine."""
@@ -192,18 +194,18 @@ class FrontEndLinks:
 
         None before it serves, while waiting for confirmations, and once the result was returned.
         """
-        if self._ask_until is None:
+        if self._confirm_until is None:
             return None
         unconfirmed = [each for each, of in self._sessions.items() if of not in self._answered]
-        if unconfirmed and now < self._ask_until:
+        if unconfirmed and now < self._confirm_until:
             return None
-        self._ask_until = None
+        self._confirm_until = None
         return unconfirmed
 
     @property
     def wait(self) -> float:
         """Maximum seconds until the next call of `tick`."""
-        return self._interval if self._ask_until is None else ASK_INTERVAL
+        return self._interval if self._confirm_until is None else CONFIRMATION_INTERVAL
 
     def update(
         self, rank: int, epoch: int, entries: list[FrontEndEntry], now: float
@@ -211,36 +213,38 @@ class FrontEndLinks:
         """Apply a complete list from the coordinator of `epoch`; `rank` is this engine's."""
         listed = {each.index: each for each in entries if each.scope.contains(rank, self._node)}
         change = self._roster.update(epoch, listed, now)
-        actions = self._leave(change.left)
+        actions = self._remove(change.left)
         for index in change.joined:
             self._num_sessions += 1
             self._sessions[index] = self._num_sessions
             # Outputs can follow a request immediately, so their connection has to be opened first.
             entry = listed[index]
             actions += [Connect(entry), Deliver(FrontEndJoined(index, entry.incarnation))]
-        return actions + self._greet(rank, change.joined)
+        return actions + self._hellos(rank, change.joined)
 
     def tick(self, rank: int, now: float) -> list[Action]:
         """Return the actions that are due: expired front ends and hellos."""
-        actions = self._leave(self._roster.expire(now))
-        if now < self._greet_at:
+        actions = self._remove(self._roster.expire(now))
+        if now < self._next_hello_at:
             return actions
-        self._greet_at = now + self.wait
-        return actions + self._greet(rank, self._sessions)
+        self._next_hello_at = now + self.wait
+        return actions + self._hellos(rank, self._sessions)
 
-    def _leave(self, indices: Iterable[int]) -> list[Action]:
+    def _remove(self, indices: Iterable[int]) -> list[Action]:
         actions: list[Action] = []
         for index in indices:
             self._answered.discard(self._sessions.pop(index, 0))
             actions += [Disconnect(index), Deliver(FrontEndLeft(index))]
         return actions
 
-    def _greet(self, rank: int, indices: Iterable[int]) -> list[Action]:
-        asks = self._ask_until is not None
+    def _hellos(self, rank: int, indices: Iterable[int]) -> list[Action]:
+        wants_reply = self._confirm_until is not None
         return [
-            Greet(
+            SendHello(
                 index,
-                RouteHello(rank, self._incarnation, self._sessions[index], asks, self._drains),
+                RouteHello(
+                    rank, self._incarnation, self._sessions[index], wants_reply, self._drains
+                ),
             )
             for index in indices
         ]
@@ -252,11 +256,11 @@ class Reception:
     def __init__(self, membership: Membership, links: FrontEndLinks) -> None:
         self.deadline = float("-inf")
         """Latest time of the next `Tick` (seconds, monotonic)."""
-        self.sheet: AdapterSheet | None = None
-        """The newest adapter sheet; read from any thread."""
+        self.adapter_table: AdapterTable | None = None
+        """The newest adapter table; read from any thread."""
         self._membership = membership
         self._links = links
-        self._followed: Follow | None = None
+        self._following: Follow | None = None
         self._refusal = ""
 
     @property
@@ -272,11 +276,13 @@ class Reception:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event at `now`; return the actions. Unknown events are ignored."""
         match event:
-            case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksWanted():
+            case AddRequest() | AbortRequests() | UtilityCall() | KvBlocksQuery():
                 return [Deliver(event)]
             case Welcome() | Refused() | HeartbeatAck():
                 actions = self._reply(event, now)
-            case StartDpWave() | FormGroup() | FrontEnds() | HoldAdapters() | FollowFleet():
+            case (
+                StartDpWave() | FormGroup() | FrontEnds() | ApplyAdapterTable() | ApplyFleetOrder()
+            ):
                 if event.group != self._membership.group:
                     return []  # published for all engine groups
                 actions = self._ordered(event, now)
@@ -287,15 +293,15 @@ class Reception:
                 self._membership.ready(setup)
                 self._links.serve(now)
                 actions = []
-            case WantNothingNew():
+            case StartDrain():
                 self._membership.drain()
                 self._links.drain(now)
                 actions = []
-            case StandInGroup(status):
+            case SetGroupStatus(status):
                 self._membership.set_group_status(status)
                 actions = []
-            case HaveAdapters(sheet, held):
-                self._membership.adapters = sheet
+            case SetAdapters(table, held):
+                self._membership.adapters = table
                 self._membership.set_adapters(held)
                 actions = []
             case Leave():
@@ -315,12 +321,12 @@ class Reception:
                 return [Supersede(order.topology), Deliver(order)]
             case FrontEnds(epoch, front_ends):
                 return self._listed(epoch, front_ends, now)
-            case HoldAdapters(epoch, sheet):
+            case ApplyAdapterTable(epoch, table):
                 if epoch != self._membership.epoch:
                     return []
-                self._know(sheet)
+                self._note_table(table)
                 return [Deliver(order)]
-            case FollowFleet(epoch, fleet):
+            case ApplyFleetOrder(epoch, fleet):
                 return self._follow(fleet) if epoch == self._membership.epoch else []
 
     # -- the coordinator -------------------------------------------------------------------------
@@ -345,16 +351,16 @@ class Reception:
     def _joined(self, welcome: Welcome, now: float, *, again: bool) -> list[Action]:
         actions: list[Action] = []
         self._refusal = ""
-        self._know(welcome.adapters)
+        self._note_table(welcome.adapters)
         follow = Follow(welcome.publish_address, welcome.output_address)
-        if follow != self._followed:
-            self._followed = follow
+        if follow != self._following:
+            self._following = follow
             actions.append(follow)
         if again:
             logger.warning("registered again: the coordinator had forgotten this process")
             actions.append(Deliver(Rejoined(welcome.wave)))
             if welcome.adapters is not None:
-                actions.append(Deliver(HoldAdapters(welcome.epoch, welcome.adapters)))
+                actions.append(Deliver(ApplyAdapterTable(welcome.epoch, welcome.adapters)))
         else:
             logger.info("joined as rank %d", welcome.index)
             actions.append(Deliver(Welcomed(welcome.index, welcome.wave)))
@@ -374,9 +380,10 @@ class Reception:
         self._membership.fleet = order
         return [Deliver(order)]
 
-    def _know(self, sheet: AdapterSheet | None) -> None:
-        if sheet is not None and (self.sheet is None or sheet.revision > self.sheet.revision):
-            self.sheet = sheet
+    def _note_table(self, table: AdapterTable | None) -> None:
+        known = self.adapter_table
+        if table is not None and (known is None or table.revision > known.revision):
+            self.adapter_table = table
 
     def _listed(self, epoch: int, entries: list[FrontEndEntry], now: float) -> list[Action]:
         if epoch != self._membership.epoch:

@@ -74,24 +74,24 @@ class HeadDrafts:
         """Return the collector of the model's states in one step."""
         return self._head.new_taps()
 
-    def take(self, hidden: Tensor, taps: Taps) -> None:
+    def store_states(self, hidden: Tensor, taps: Taps) -> None:
         """Store the head's inputs until the step's tokens are known: final states
         [tokens, hidden], of all tokens if `needs_final`, or states between layers."""
         self._found = taps.states() if self._head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
+        """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
 
         The plan's starts and blocks are already in the table.
         """
         for start in plan.starting:
             self._is_new[start.slot] = True
         slots, positions = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
-        self._recall(slots, positions)
+        self._load_states(slots, positions)
         rows = np.array(list(plan.proposed), np.int64)
         if not len(rows):
             return plan
-        left = np.array([len(plan.proposed[row]) for row in rows.tolist()], np.int64)
+        remaining = np.array([len(plan.proposed[row]) for row in rows.tolist()], np.int64)
         slots, positions = slots[rows], positions[rows]
         drafted: dict[int, list[int]] = {row: [] for row in plan.proposed}
         states = self._last[self._tensor(slots)]
@@ -104,16 +104,16 @@ class HeadDrafts:
             self._table.token_ids[slots, positions] = tokens
             for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafted[row].append(token_id)
-            left = left - 1
-            go_on = np.flatnonzero(left)
+            remaining = remaining - 1
+            go_on = np.flatnonzero(remaining)
             if len(go_on) < len(rows):
-                rows, slots, positions, left = (
-                    each[go_on] for each in (rows, slots, positions, left)
+                rows, slots, positions, remaining = (
+                    each[go_on] for each in (rows, slots, positions, remaining)
                 )
                 states = states.index_select(0, self._tensor(go_on))
         return msgspec.structs.replace(plan, proposed=drafted)
 
-    def learn(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
+    def observe(self, plan: BatchPlan, rows: BatchRows, accepted: dict[int, int]) -> None:
         """Update the cache from a step whose tokens are known now.
 
         `accepted`: number of accepted drafts per row with drafts.
@@ -130,7 +130,7 @@ class HeadDrafts:
         self._compute(rows, begins, rows.starts + counts, states)
         self._keep(rows, counts, states)
 
-    def _recall(self, slots: IntArray, starts: IntArray) -> None:
+    def _load_states(self, slots: IntArray, starts: IntArray) -> None:
         """Load the states before sequences that start with cached blocks."""
         new = self._is_new[slots]
         if not new.any():
@@ -158,8 +158,8 @@ class HeadDrafts:
         # The state before a row's first token comes from the previous step.
         before = np.where(offsets > 0, rows.first_token[row] + offsets - 1, len(states) + row)
         known = torch.cat((states, self._last[self._tensor(rows.slots)]))
-        given = known.index_select(0, self._tensor(before))
-        self._run(rows.slots[chosen], begins, counts, given, wants_draws=False)
+        known_states = known.index_select(0, self._tensor(before))
+        self._run(rows.slots[chosen], begins, counts, known_states, wants_draws=False)
 
     def _keep(self, rows: BatchRows, counts: IntArray, states: Tensor) -> None:
         """Store the last state of each row, and of each block that is full now."""

@@ -14,7 +14,7 @@ from engine.runner.slots import IntArray, SlotTable
 
 _UNKNOWN = -1
 
-_MOST_LEFT = 16
+_MAX_MISSING = 16
 """Maximum uncomputed tokens of a sequence without drafts before they are computed at once."""
 
 
@@ -43,7 +43,7 @@ class DraftModel:
         """Number of computed positions per slot; those of rejected drafts are stale."""
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with `TO_BE_DRAFTED` replaced by tokens, and write these to the table.
+        """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
 
         The plan's starts and blocks are already in the table.
         """
@@ -51,18 +51,18 @@ class DraftModel:
             self._computed[start.slot] = _UNKNOWN
         if not plan.slots:
             return plan
-        slots, left = np.array(plan.slots, np.int64), np.zeros(len(plan.slots), np.int64)
+        slots, remaining = np.array(plan.slots, np.int64), np.zeros(len(plan.slots), np.int64)
         for row, proposed in plan.proposed.items():
-            left[row] = len(proposed)
+            remaining[row] = len(proposed)
         drafted: dict[int, list[int]] = {row: [] for row in plan.proposed}
-        rows = np.flatnonzero(left)
-        ends, tokens = self._compute_new(plan, left)
+        rows = np.flatnonzero(remaining)
+        ends, tokens = self._compute_new(plan, remaining)
         while len(rows):
             self._table.token_ids[slots[rows], ends[rows]] = tokens
             for row, token_id in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafted[row].append(token_id)
-            left[rows] -= 1
-            rows = rows[left[rows] > 0]
+            remaining[rows] -= 1
+            rows = rows[remaining[rows] > 0]
             if len(rows):
                 ones = np.ones(len(rows), np.int64)
                 tokens = self._run(plain_plan(slots[rows], ends[rows], ones, ones.astype(np.bool_)))
@@ -89,7 +89,7 @@ class DraftModel:
         begins = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
         # A decoding row can be deferred while its newest block is not full.
         fills = ends // self._table.block_size > begins // self._table.block_size
-        due = fills | (known > 1) | (ends - begins >= _MOST_LEFT) | (drafts > 0)
+        due = fills | (known > 1) | (ends - begins >= _MAX_MISSING) | (drafts > 0)
         self._computed[slots] = np.where(due, ends, begins)
         counts = ends - begins
         # Two tokens of a decoding sequence attend as two rows, which is cheaper.

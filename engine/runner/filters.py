@@ -60,7 +60,7 @@ def draw_filtered(
         [rows] token ids
     """
     weights = _probabilities(logits, temperature)
-    cut = smallest_kept(weights, filters)
+    cut = cutoff(weights, filters)
     # A threshold at one is a single pass without a mask, and x / x is exactly one. The row's
     # remaining scale does not affect sampling.
     weights /= _column(np.maximum(cut, _SMALLEST), weights)
@@ -77,7 +77,7 @@ def _probabilities(logits: Tensor, temperature: FloatArray) -> Tensor:
     return torch.softmax(scaled, dim=-1, out=scaled)
 
 
-def smallest_kept(probabilities: Tensor, filters: Filters) -> FloatArray:
+def cutoff(probabilities: Tensor, filters: Filters) -> FloatArray:
     """Return each row's smallest kept probability; all tokens that equal it are kept."""
     rows, vocab = probabilities.shape
     cut = np.zeros(rows)

@@ -36,9 +36,9 @@ def keeps_bits(model: Decoder, max_threads: int) -> bool:
     try:
         for rows in _PROBED_ROWS:
             torch.set_num_threads(usual)
-            alone = model.logits(probe[:rows])
+            part = model.logits(probe[:rows])
             torch.set_num_threads(max_threads)
-            if not torch.equal(model.logits(probe[:rows]), alone):
+            if not torch.equal(model.logits(probe[:rows]), part):
                 return False
     finally:
         torch.set_num_threads(usual)

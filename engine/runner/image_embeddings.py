@@ -25,14 +25,14 @@ class ImageEmbeddings:
         self._encoder = encoder
         self._model = model
         self._has_grid = any(rope.sections for rope in model.spec.distinct_ropes)
-        self._kept: dict[bytes, Tensor] = {}
+        self._cached: dict[bytes, Tensor] = {}
         self._images: dict[int, list[SlotImage]] = {}
         """Images of sequences that have any, by slot."""
         self._saved_by_all: dict[int, int] = {}
         """By slot: number of tokens minus number of positions of all its images."""
 
     def update(self, plan: BatchPlan) -> None:
-        """Process starting sequences, encode new images and drop forgotten ones.
+        """Process starting sequences, encode new images and drop evicted ones.
 
         Idempotent, as a plan that was not completed can be repeated.
         """
@@ -41,12 +41,12 @@ class ImageEmbeddings:
             if start.images:
                 self._images[start.slot] = start.images
                 self._saved_by_all[start.slot] = sum(map(self._saved, start.images))
-        for digest in plan.forgotten:
-            self._kept.pop(digest, None)
+        for digest in plan.evicted_images:
+            self._cached.pop(digest, None)
         for each in plan.encoded:
-            if each.digest not in self._kept:
+            if each.digest not in self._cached:
                 embeddings = self._encoder.encode(each.pixels, each.height, each.width)
-                self._kept[each.digest] = embeddings
+                self._cached[each.digest] = embeddings
 
     def place(self, rows: BatchRows) -> BatchRows:
         """Return the rows with the rotary positions of their tokens."""
@@ -79,8 +79,8 @@ class ImageEmbeddings:
         for image in images:
             low, high = max(start, image.position), min(end, image.end)
             if low < high:
-                place, (_, width) = np.arange(low, high) - image.position, self._grid(image)
-                within = np.stack((np.zeros_like(place), place // width, place % width))
+                offsets, (_, width) = np.arange(low, high) - image.position, self._grid(image)
+                within = np.stack((np.zeros_like(offsets), offsets // width, offsets % width))
                 positions[:, low - start : high - start] = image.position - saved + within
             saved += self._saved(image)
             positions[:, max(0, image.end - start) :] -= self._saved(image)
@@ -107,14 +107,14 @@ class ImageEmbeddings:
             for image in self._images.get(slot, ()):
                 low, high = max(start, image.position), min(end, image.end)
                 if low < high:
-                    kept = self._kept[image.digest]
+                    cached = self._cached[image.digest]
                     part = np.arange(low, high)
                     if self._encoder.spec.breaks_rows:
-                        part, kept = self._without_breaks(image, part, kept)
+                        part, cached = self._without_breaks(image, part, cached)
                     else:
-                        kept = kept[low - image.position : high - image.position]
+                        cached = cached[low - image.position : high - image.position]
                     tokens.append(first + part)
-                    embeddings.append(kept)
+                    embeddings.append(cached)
                     shown.append((image, slot, first))
         if not tokens:
             return None

@@ -109,7 +109,7 @@ def allocate_cache(
         shared = [untouched_zeros(shape, dtype) for _ in range(count)]
     else:
         shared = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
-    return [shared[place] for place in spec.cache_groups.places(spec.num_layers)]
+    return [shared[index] for index in spec.cache_groups.tensor_indices(spec.num_layers)]
 
 
 def as_bytes(cache: Sequence[Tensor]) -> list[Tensor]:
@@ -134,4 +134,4 @@ def write_block(cache: Sequence[Tensor], block_id: int, content: bytes) -> None:
 
 def _layers_of_block(spec: ModelSpec) -> int:
     """Return the maximum number of this process's layers per block."""
-    return 1 + max(spec.cache_groups.places(spec.num_layers), default=-1)
+    return 1 + max(spec.cache_groups.tensor_indices(spec.num_layers), default=-1)

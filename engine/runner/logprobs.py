@@ -41,12 +41,14 @@ def _of_rows(
     logits: Tensor, chosen: IntArray, alternatives: IntArray, named: Sequence[IntArray]
 ) -> list[TokenLogprob]:
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    own = logprobs.gather(1, torch.from_numpy(chosen).to(logits.device).unsqueeze(1))
-    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
+    chosen_logprobs = logprobs.gather(1, torch.from_numpy(chosen).to(logits.device).unsqueeze(1))
+    ranks = ((logprobs > chosen_logprobs).sum(dim=-1) + 1).tolist()
     listed = _listed(logprobs, alternatives, named)
     return [
         TokenLogprob(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
-        for logprob, rank, (ids, values) in zip(own[:, 0].tolist(), ranks, listed, strict=True)
+        for logprob, rank, (ids, values) in zip(
+            chosen_logprobs[:, 0].tolist(), ranks, listed, strict=True
+        )
     ]
 
 

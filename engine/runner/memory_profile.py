@@ -77,7 +77,7 @@ class MemoryTrial:
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - own_cache
 
-    def left(self, peak: int, utilization: float) -> int:
+    def remaining(self, peak: int, utilization: float) -> int:
         """Return the bytes left for a KV cache; call once the trial's has been freed."""
         if self._device.type != "cuda":
             return available_memory(self._device, self._processes)
@@ -130,4 +130,4 @@ def profiled_memory(
     block_bytes = bytes_per_block(model.spec, cache.block_size, model.kv_format)
     peak = trial.peak((num_blocks + 1) * block_bytes)
     del runner
-    return trial.left(peak, cache.gpu_memory_utilization)
+    return trial.remaining(peak, cache.gpu_memory_utilization)

@@ -56,7 +56,7 @@ class EarlierStages(Protocol):
         """Load their part of an adapter into a slot, after all steps started before."""
 
 
-class BegunStep(NamedTuple):
+class StartedStep(NamedTuple):
     """A step whose inputs have been gathered, and which earlier stages already compute."""
 
     plan: BatchPlan
@@ -64,7 +64,7 @@ class BegunStep(NamedTuple):
     shape: AttentionRows
     draws: Draws
     adapters: AdapterRows | None
-    placed: dict[int, AdapterWeights]
+    new_adapters: dict[int, AdapterWeights]
     """Adapters to load into slots before the step is computed: earlier steps need the old ones."""
     incoming: Transfer | None
     """States to be received from the previous pipeline stage."""
@@ -110,7 +110,7 @@ class ModelRunner:
         self._max_head_threads = max_head_threads
         self._grammars = grammars
         self._adapters = {} if adapters is None else adapters
-        self._placed: dict[int, AdapterWeights] = {}
+        self._new_adapters: dict[int, AdapterWeights] = {}
         """Adapters to load into slots with the next step."""
         self._earlier = earlier
         on_cuda = model.device.type == "cuda"
@@ -131,16 +131,16 @@ class ModelRunner:
         is_stock = enforce_eager or not kernels_are_faster(model.device)
         draws_plainly = is_stock or pooler is not None  # a pooling model samples nothing
 
-        def drawing_of(each: Decoder) -> Drawing:
+        def sampler_of(each: Decoder) -> Drawing:
             return WITH_TORCH if draws_plainly else drawing_for(each.dtype, each.device)
 
-        self._drawing = drawing_of(model)
+        self._drawing = sampler_of(model)
         self._draft: DraftModel | None = None
         self._head: HeadDrafts | None = None
         if isinstance(draft, DraftHead):
-            self._head = HeadDrafts(draft, self._table, num_kv_blocks, drawing_of(draft.block))
+            self._head = HeadDrafts(draft, self._table, num_kv_blocks, sampler_of(draft.block))
         elif draft is not None:
-            self._draft = DraftModel(draft, self._table, num_kv_blocks, drawing_of(draft))
+            self._draft = DraftModel(draft, self._table, num_kv_blocks, sampler_of(draft))
         self._graphs: DecodeGraphs | None = None
         # A draft head needs states that recorded steps do not return.
         records = not enforce_eager and self._head is None
@@ -164,7 +164,7 @@ class ModelRunner:
         return self.finish(self.begin(plan))
 
     @torch.inference_mode()
-    def begin(self, plan: BatchPlan) -> BegunStep | None:
+    def begin(self, plan: BatchPlan) -> StartedStep | None:
         """Apply the plan's changes and start its rows on earlier stages; return None without rows.
 
         All of the rows' tokens have to be sampled already. Another thread may finish steps
@@ -178,43 +178,43 @@ class ModelRunner:
             return None
         rows = batch_rows(plan, self._table)
         shape = attention_rows(rows, self._table)
-        placed, self._placed = self._placed, {}
+        new_adapters, self._new_adapters = self._new_adapters, {}
         images = None
         if self._images is not None:
             rows, images = self._images.place(rows), self._images.of_step(rows, self._table)
         incoming = None
         if self._earlier is not None:
-            for adapter_slot, weights in placed.items():
+            for adapter_slot, weights in new_adapters.items():
                 self._earlier.load_adapter(adapter_slot, weights)
             incoming = self._earlier.begin(rows, shape, images)
         bank = self.model.adapters
         adapters = None if bank is None else bank.rows(rows.adapters)
         draws = draws_of(plan, rows)
-        return BegunStep(plan, rows, shape, draws, adapters, placed, incoming, images)
+        return StartedStep(plan, rows, shape, draws, adapters, new_adapters, incoming, images)
 
     @torch.inference_mode()
-    def finish(self, begun: BegunStep | None) -> BatchResult:
+    def finish(self, started: StartedStep | None) -> BatchResult:
         """Compute the rest of the step that was begun after the last finished one."""
-        if begun is None:
+        if started is None:
             self.model.dummy_step()
             return BatchResult(token_ids=[])
-        result = self._finish(begun)
+        result = self._finish(started)
         if self._head is not None:
-            self._head.learn(begun.plan, begun.rows, result.accepted)
+            self._head.observe(started.plan, started.rows, result.accepted)
         return result
 
-    def _finish(self, begun: BegunStep) -> BatchResult:
-        plan, rows, draws, grammars = begun.plan, begun.rows, begun.draws, self._grammars
+    def _finish(self, started: StartedStep) -> BatchResult:
+        plan, rows, draws, grammars = started.plan, started.rows, started.draws, self._grammars
         if self._pooler is not None:
-            return self._pooled(self._pooler, begun)
+            return self._pooled(self._pooler, started)
         if grammars is not None:
             for start in plan.starting:
                 grammars.start(start)
-        hidden, prompt_logprobs = self._states(begun)
+        hidden, prompt_logprobs = self._states(started)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
         with head_threads(self._max_head_threads, hidden.numel() * self.model.spec.vocab_size):
-            logits = self.model.logits(hidden, self._head_adapters(begun.adapters, draws.tokens))
+            logits = self.model.logits(hidden, self._head_adapters(started.adapters, draws.tokens))
             masks = None
             if grammars is not None:
                 proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
@@ -238,17 +238,17 @@ class ModelRunner:
             mask_wait_us=0 if grammars is None else grammars.waited_us,
         )
 
-    def _pooled(self, pooler: Pooler, begun: BegunStep) -> BatchResult:
+    def _pooled(self, pooler: Pooler, started: StartedStep) -> BatchResult:
         """Return a vector for each sequence whose last token is computed in this step."""
-        plan, rows = begun.plan, begun.rows
+        plan, rows = started.plan, started.rows
         self._params |= {each.slot: each.pooling or PoolingParams() for each in plan.starting}
         ended = rows.samples
-        if pooler.sees_last:
-            hidden, _ = self._states(begun)
+        if pooler.pools_last_token:
+            hidden, _ = self._states(started)
             token_ids = np.zeros(len(ended), np.int64)  # used only for per-token vectors
             firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
         else:
-            hidden = self._compute(begun, None)
+            hidden = self._compute(started, None)
             token_ids, firsts, counts = rows.token_ids, rows.first_token, rows.counts
         if not len(ended):
             return BatchResult([])
@@ -259,9 +259,9 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden_states(self, plan: BatchPlan) -> Tensor:
         """Compute a step without sampling; return the final states [tokens, hidden]."""
-        begun = self.begin(plan)
-        assert begun is not None, "a plan without rows"
-        return self._compute(begun, None)
+        started = self.begin(plan)
+        assert started is not None, "a plan without rows"
+        return self._compute(started, None)
 
     def _head_adapters(
         self, adapters: AdapterRows | None, tokens: npt.NDArray[np.int64]
@@ -275,7 +275,7 @@ class ModelRunner:
     def _update(self, plan: BatchPlan) -> BatchPlan:
         """Apply the changes of a plan; return it with all draft tokens filled in."""
         for adapter_slot, version in plan.adapters.items():
-            self._placed[adapter_slot] = self._adapters[version]
+            self._new_adapters[adapter_slot] = self._adapters[version]
         for start in plan.starting:
             self._table.start(start)
         for blocks in plan.blocks:
@@ -289,17 +289,17 @@ class ModelRunner:
         write_proposed(plan, self._table)
         return plan
 
-    def _states(self, begun: BegunStep) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
+    def _states(self, started: StartedStep) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Return the final states [draws, hidden], and log probabilities of prompt tokens by
         row."""
-        rows, draws = begun.rows, begun.draws
+        rows, draws = started.rows, started.draws
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
         others = len(draws.tokens) < len(rows.token_ids)
-        only_draws = others and not len(reporting) and self.model.is_alone
+        only_draws = others and not len(reporting) and self.model.is_single_process
         if self._head is not None and self._head.needs_final:
             only_draws = False
-        hidden = self._compute(begun, draws if only_draws else None)
-        prompt_logprobs = self._prompt_logprobs(begun, reporting, hidden)
+        hidden = self._compute(started, draws if only_draws else None)
+        prompt_logprobs = self._prompt_logprobs(started, reporting, hidden)
         if len(draws.tokens) < len(hidden):
             hidden = hidden.index_select(0, self._tensor(draws.tokens))
         return hidden, prompt_logprobs
@@ -318,12 +318,12 @@ class ModelRunner:
         first = self._cache[0]
         return f"{len(self._blocks)} x {tuple(first.shape[1:])} {first.dtype}"
 
-    def _compute(self, begun: BegunStep, draws: Draws | None) -> Tensor:
+    def _compute(self, started: StartedStep, draws: Draws | None) -> Tensor:
         """Return the states of all tokens, or only those of `draws` if given and supported."""
-        model, rows, shape = self.model, begun.rows, begun.shape
-        for adapter_slot, weights in begun.placed.items():
+        model, rows, shape = self.model, started.rows, started.shape
+        for adapter_slot, weights in started.new_adapters.items():
             model.load_adapter(adapter_slot, weights)
-        is_plain = begun.adapters is None and begun.images is None
+        is_plain = started.adapters is None and started.images is None
         recorded = self._graphs if is_plain else None
         if recorded is not None and (hidden := recorded.run(rows, shape)) is not None:
             return hidden
@@ -334,22 +334,22 @@ class ModelRunner:
             rows,
             shape,
             draws=draws,
-            adapters=begun.adapters,
+            adapters=started.adapters,
             taps=taps,
-            images=begun.images,
+            images=started.images,
         )
-        incoming = None if begun.incoming is None else begun.incoming.wait()
+        incoming = None if started.incoming is None else started.incoming.wait()
         states: Tensor = model(step, self._cache, incoming)
         if self._head is not None:
-            self._head.take(states, taps)
+            self._head.store_states(states, taps)
         return states
 
     def _prompt_logprobs(
-        self, begun: BegunStep, reporting: npt.NDArray[np.int64], hidden: Tensor
+        self, started: StartedStep, reporting: npt.NDArray[np.int64], hidden: Tensor
     ) -> dict[int, list[TokenLogprob]]:
         """Return the log probability of each prompt token that follows a computed one, by row."""
-        rows, adapters = begun.rows, begun.adapters
-        wanted = self._table.sampling.prompt_logprobs[rows.slots]
+        rows, adapters = started.rows, started.adapters
+        num_logprobs = self._table.sampling.prompt_logprobs[rows.slots]
         result: dict[int, list[TokenLogprob]] = {}
         for row in reporting.tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
@@ -361,9 +361,9 @@ class ModelRunner:
                 chosen = following[offset : offset + _PROMPT_LOGPROB_ROWS]
                 tokens = np.arange(first + offset, first + offset + len(chosen))
                 states = hidden[tokens[0] : tokens[-1] + 1]
-                many = np.full(len(chosen), wanted[row])
+                num_alternatives = np.full(len(chosen), num_logprobs[row])
                 logits = self.model.logits(states, self._head_adapters(adapters, tokens))
-                entries += token_logprobs(logits, chosen, many)
+                entries += token_logprobs(logits, chosen, num_alternatives)
             if entries:
                 result[row] = entries
         return result
@@ -388,9 +388,9 @@ def _verified(
     accepted: dict[int, int] = {}
     for row, first in draws.first.items():
         proposed = plan.proposed[row]
-        drawn = token_ids[first : first + len(proposed)]
-        wrong = np.flatnonzero(drawn != proposed)
-        accepted[row] = int(wrong[0]) if len(wrong) else len(proposed)
+        sampled_ids = token_ids[first : first + len(proposed)]
+        rejected = np.flatnonzero(sampled_ids != proposed)
+        accepted[row] = int(rejected[0]) if len(rejected) else len(proposed)
         kept[first + accepted[row] + 1 : first + len(proposed) + 1] = False
     ends = Ends({}, {}, {})
     if grammars is not None:

@@ -61,8 +61,8 @@ def forbid_endings(logits: Tensor, table: SamplingTable, slots: IntArray, rows: 
 def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
     """Mask the tokens that the rows' grammars do not allow."""
     for row, token_id in masks.endings.items() if masks.eos_token_ids else ():
-        most = logits[row, list(masks.eos_token_ids)].max()
-        logits[row, token_id] = torch.maximum(logits[row, token_id], most)
+        maximum = logits[row, list(masks.eos_token_ids)].max()
+        logits[row, token_id] = torch.maximum(logits[row, token_id], maximum)
     if logits.device.type == "cpu":
         _forbid_on_cpu(logits.numpy(), masks)
     else:
@@ -72,8 +72,8 @@ def forbid_others(logits: Tensor, masks: TokenMasks) -> None:
 def forbid_on_device(logits: Tensor, masks: TokenMasks) -> None:
     """Like `forbid_others`, unpacking the masks on the logits' device."""
     bits = torch.from_numpy(masks.bits).to(logits.device)
-    places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
-    allowed = (bits.unsqueeze(-1) >> places).bitwise_and_(1).view(len(bits), -1)
+    bit = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+    allowed = (bits.unsqueeze(-1) >> bit).bitwise_and_(1).view(len(bits), -1)
     forbidden = ~allowed[:, : logits.shape[1]].bool()
     rows = torch.from_numpy(masks.rows).to(logits.device)
     logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))

@@ -23,7 +23,7 @@ class Pooler:
         self._head = head
 
     @property
-    def sees_last(self) -> bool:
+    def pools_last_token(self) -> bool:
         """Whether only a sequence's last state is needed."""
         return not self._spec.in_one_step
 

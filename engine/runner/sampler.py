@@ -138,10 +138,10 @@ def _choose(
         temperature = np.maximum(params.temperature[some_slots], _COLDEST)
         uniforms = uniform(params.seed[some_slots], some_positions)
         if filters:
-            left = Filters(
+            remaining = Filters(
                 params.top_k[some_slots], params.top_p[some_slots], params.min_p[some_slots]
             )
-            found = drawing.filtered(some, temperature, left, uniforms)
+            found = drawing.filtered(some, temperature, remaining, uniforms)
         else:
             found = drawing.unfiltered(some, temperature, uniforms, consume=True)
         token_ids[rows] = _on_host(found)
@@ -155,9 +155,9 @@ def _logprobs(
     if not len(rows):
         return None
     index = torch.from_numpy(rows).to(logits.device)
-    wanted = params.logprobs[slots[rows]]
+    num_logprobs = params.logprobs[slots[rows]]
     named = [params.named[slot] for slot in slots[rows].tolist()]
-    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], wanted, named)
+    entries = token_logprobs(logits.index_select(0, index), token_ids[rows], num_logprobs, named)
     result: list[TokenLogprob | None] = [None] * len(slots)
     for row, entry in zip(rows.tolist(), entries, strict=True):
         result[row] = entry

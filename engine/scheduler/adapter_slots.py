@@ -89,9 +89,11 @@ class AdapterSlots:
         self._step += 1
         if not waiting and not self._wanted:
             return
-        wanted = {version for version in waiting if version not in self._residents}
-        self._wanted = {version: None for version in self._wanted if version in wanted}
-        self._wanted.update(dict.fromkeys(version for version in waiting if version in wanted))
+        waiting_versions = {version for version in waiting if version not in self._residents}
+        self._wanted = {version: None for version in self._wanted if version in waiting_versions}
+        self._wanted.update(
+            dict.fromkeys(version for version in waiting if version in waiting_versions)
+        )
         missing = len(self._wanted) - self._num_available
         by_age = sorted(self._residents.items(), key=lambda item: item[1].since)
         for version, resident in by_age:

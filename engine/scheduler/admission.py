@@ -104,31 +104,31 @@ class StepBudget:
         """Tokens available for prefill."""
         return min(self.num_tokens, self._prefill_tokens)
 
-    def try_continue(self, wanted: int, *, whole: bool = False) -> int:
-        """Reserve up to `wanted` tokens for a partial prefill; 0 means not in this step.
+    def try_continue(self, num_tokens: int, *, all_or_none: bool = False) -> int:
+        """Reserve up to `num_tokens` tokens for a partial prefill; 0 means not in this step.
 
-        If `whole`, reserve all or nothing; this can exceed the grant, since grants might
-        always be smaller.
+        If `all_or_none`, reserve all of them or none; this can exceed the grant, since grants
+        might always be smaller.
         """
-        return self._try_prefill(wanted, whole=whole) if self._run_partials else 0
+        return self._try_prefill(num_tokens, all_or_none=all_or_none) if self._run_partials else 0
 
-    def try_admit(self, wanted: int, *, whole: bool = False) -> int:
+    def try_admit(self, num_tokens: int, *, all_or_none: bool = False) -> int:
         """Reserve tokens like `try_continue`, for a new admission."""
-        return self._try_prefill(wanted, whole=whole) if self._admit_new else 0
+        return self._try_prefill(num_tokens, all_or_none=all_or_none) if self._admit_new else 0
 
-    def fits_whole(self, wanted: int) -> bool:
-        """Return whether `wanted` tokens are available for a new sequence computed in one step.
+    def fits_whole(self, num_tokens: int) -> bool:
+        """Return whether `num_tokens` tokens are available for a new sequence computed in one step.
 
         The first one in a step can exceed the grant, since grants might always be smaller.
         """
-        if not self.can_admit or wanted > self.num_tokens:
+        if not self.can_admit or num_tokens > self.num_tokens:
             return False
-        return wanted <= self._prefill_tokens or not self._has_prefill
+        return num_tokens <= self._prefill_tokens or not self._has_prefill
 
-    def _try_prefill(self, wanted: int, *, whole: bool) -> int:
-        count = min(wanted, self.num_prefill_tokens)
-        if whole and count:
-            count = wanted if wanted <= self.num_tokens else 0
+    def _try_prefill(self, num_tokens: int, *, all_or_none: bool) -> int:
+        count = min(num_tokens, self.num_prefill_tokens)
+        if all_or_none and count:
+            count = num_tokens if num_tokens <= self.num_tokens else 0
         self._has_prefill |= count > 0
         self.num_tokens -= count
         self._prefill_tokens = max(0, self._prefill_tokens - count)

@@ -8,15 +8,15 @@ class BlockPool:
     """Owner of all KV blocks of an engine: reference counts and eviction order.
 
     A block is *referenced* by one or more sequences, or free. Free blocks with reusable content
-    (`keep`) are allocated last, least recently released first; `on_evict(block_id)` is called just
-    before such a block is overwritten. Every operation is O(1) per block.
+    (`mark_cached`) are allocated last, least recently released first; `on_evict(block_id)` is
+    called just before such a block is overwritten. Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], object]) -> None:
         self.num_blocks = num_blocks
         self.on_evict = on_evict
         self._references = [0] * num_blocks
-        self._kept = bytearray(num_blocks)
+        self._is_cached = bytearray(num_blocks)
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._reusable: OrderedDict[int, None] = OrderedDict()
 
@@ -34,7 +34,7 @@ class BlockPool:
         """Return `count` blocks with one reference each, or None if fewer are free."""
         if count > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        return [self._pop_free() for _ in range(count)]
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to blocks that hold kept content."""
@@ -49,18 +49,18 @@ class BlockPool:
             self._references[block_id] -= 1
             if self._references[block_id] > 0:
                 continue
-            if self._kept[block_id]:
+            if self._is_cached[block_id]:
                 self._reusable[block_id] = None
             else:
                 self._blank.append(block_id)
 
-    def keep(self, block_id: int) -> None:
+    def mark_cached(self, block_id: int) -> None:
         """Keep the content of a referenced block for reuse after its release."""
-        self._kept[block_id] = 1
+        self._is_cached[block_id] = 1
 
     def forget_contents(self) -> None:
         """Stop keeping any content; references stay and `on_evict` is not called."""
-        self._kept = bytearray(self.num_blocks)
+        self._is_cached = bytearray(self.num_blocks)
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
@@ -74,19 +74,19 @@ class BlockPool:
         free = sorted([*self._blank, *self._reusable])
         unused = [block_id for block_id, count in enumerate(expected) if count == 0]
         assert free == unused, "free blocks differ from the unreferenced blocks"
-        assert all(self._kept[block_id] for block_id in self._reusable)
-        assert not any(self._kept[block_id] for block_id in self._blank)
+        assert all(self._is_cached[block_id] for block_id in self._reusable)
+        assert not any(self._is_cached[block_id] for block_id in self._blank)
 
-    def kept_blocks(self) -> set[int]:
+    def cached_blocks(self) -> set[int]:
         """Return the ids of all blocks whose content is kept, referenced or not."""
-        return {block_id for block_id, kept in enumerate(self._kept) if kept}
+        return {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
 
-    def _take(self) -> int:
+    def _pop_free(self) -> int:
         if self._blank:
             block_id = self._blank.pop()
         else:
             block_id, _ = self._reusable.popitem(last=False)
-            self._kept[block_id] = 0
+            self._is_cached[block_id] = 0
             self.on_evict(block_id)
         self._references[block_id] = 1
         return block_id

@@ -81,13 +81,13 @@ def lookahead_tokens(
 class GroupTable:
     """The blocks of one sequence in one group, in order of position."""
 
-    __slots__ = ("first", "ids", "told")
+    __slots__ = ("first", "ids", "num_sent")
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         """Block ids; those before index `first` are `FREED`."""
         self.first = 0
-        self.told = 0
+        self.num_sent = 0
         """Number of leading blocks already sent to the executor."""
 
 
@@ -96,7 +96,7 @@ class BlockTable:
 
     __slots__ = (
         "capacity", "digests", "generation", "groups", "images", "next_commit", "next_release",
-        "num_admitted", "num_blocks", "num_committed", "num_untold", "offered", "root",
+        "num_admitted", "num_blocks", "num_committed", "num_unsent", "offered", "root",
     )  # fmt: skip
 
     def __init__(
@@ -124,7 +124,7 @@ class BlockTable:
         self.num_admitted = 0
         """Blocks for the tokens known at admission. A sliding group gets some of them only as it
         frees earlier ones."""
-        self.num_untold = 0
+        self.num_unsent = 0
         """Number of blocks not yet sent to the executor."""
         self.digests: list[bytes] = []
         """Digests of the sequence's first full blocks, as far as computed."""
@@ -138,16 +138,16 @@ class BlockTable:
 
     def take_new(self, slot: int) -> list[SlotBlocks]:
         """Return the blocks not yet sent to the executor, for this slot, and mark them as sent."""
-        self.num_untold = 0
+        self.num_unsent = 0
         if len(self.groups) == 1:
             group = self.groups[0]
-            first, group.told = group.told, len(group.ids)
-            return [SlotBlocks(slot, first, group.ids[first:])] if first < group.told else []
+            first, group.num_sent = group.num_sent, len(group.ids)
+            return [SlotBlocks(slot, first, group.ids[first:])] if first < group.num_sent else []
         new = []
         for number, group in enumerate(self.groups):
-            if group.told < len(group.ids):
-                new.append(SlotBlocks(slot, group.told, group.ids[group.told :], number))
-                group.told = len(group.ids)
+            if group.num_sent < len(group.ids):
+                new.append(SlotBlocks(slot, group.num_sent, group.ids[group.num_sent :], number))
+                group.num_sent = len(group.ids)
         return new
 
     def held(self) -> list[int]:
@@ -166,6 +166,6 @@ class BlockTable:
     def clear(self) -> None:
         """Drop all blocks; digests are kept."""
         self.groups = []
-        self.num_blocks = self.capacity = self.num_admitted = self.num_untold = 0
+        self.num_blocks = self.capacity = self.num_admitted = self.num_unsent = 0
         self.num_committed = 0
         self.next_commit = self.next_release = NEVER

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-_FORGETS = 15 / 16
+_DECAY = 15 / 16
 """Decay of a request's counts per draft: about the last 16 drafts count."""
 
 _WEIGHT = 4.0
@@ -32,7 +32,7 @@ _WEIGHT = 4.0
 _FIRST = 16
 """Number of first drafts of each request that are counted in the totals over all requests."""
 
-_ALL_FORGET = 255 / 256
+_TOTAL_DECAY = 255 / 256
 
 _PRIOR = 0.8
 """Prior acceptance probability of a token, given that all before it were accepted."""
@@ -41,26 +41,26 @@ _PRIOR = 0.8
 class _Counts:
     """Per draft position, decayed counts of tokens verified and of tokens accepted."""
 
-    def __init__(self, places: int, forgets: float) -> None:
-        self.tried = [0.0] * places
-        self.right = [0.0] * places
+    def __init__(self, positions: int, decay: float) -> None:
+        self.verified = [0.0] * positions
+        self.accepted = [0.0] * positions
         self.drafts = 0
         self.probed = -1
         """Step of the request's newest probe; -1 if none, or if it was accepted."""
         self.risked = 0.0
         """Expected loss of the pending probe."""
-        self._forgets = forgets
+        self._decay = decay
 
     def observe(self, proposed: int, accepted: int) -> None:
         """Count one draft; tokens after the first rejected one carry no information."""
         self.drafts += 1
-        for place in range(min(accepted + 1, proposed)):
-            self.tried[place] = self.tried[place] * self._forgets + 1
-            self.right[place] = self.right[place] * self._forgets + (place < accepted)
+        for position in range(min(accepted + 1, proposed)):
+            self.verified[position] = self.verified[position] * self._decay + 1
+            self.accepted[position] = self.accepted[position] * self._decay + (position < accepted)
 
-    def estimate(self, place: int, prior: float) -> float:
-        """Return the acceptance probability at `place`, given that all before it were accepted."""
-        return (self.right[place] + _WEIGHT * prior) / (self.tried[place] + _WEIGHT)
+    def estimate(self, position: int, prior: float) -> float:
+        """Return the acceptance probability at `position` if all before it were accepted."""
+        return (self.accepted[position] + _WEIGHT * prior) / (self.verified[position] + _WEIGHT)
 
 
 PROBED = 0.01
@@ -85,9 +85,9 @@ class Prices(NamedTuple):
         """Return the price of a step of this many tokens, at least 1."""
         return 1 + self.row * (rows - 1)
 
-    def more(self, *, opens: bool) -> float:
-        """Return the weighted price of one more draft token; `opens` if it needs a pass."""
-        return MARGIN * (self.row + self.draft * (1.0 if opens else self.row))
+    def more(self, *, needs_pass: bool) -> float:
+        """Return the weighted price of a further draft token, with a pass if `needs_pass`."""
+        return MARGIN * (self.row + self.draft * (1.0 if needs_pass else self.row))
 
 
 class Choice(NamedTuple):
@@ -98,7 +98,7 @@ class Choice(NamedTuple):
     price: float
 
 
-def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> Choice:
+def choose(decodes: int, probabilities: Sequence[Sequence[float]], prices: Prices) -> Choice:
     """Return the draft lengths that maximize the expected tokens per price of a step.
 
     Args:
@@ -107,29 +107,29 @@ def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> 
             is accepted up to there, strictly decreasing. Positions not listed get no token.
         prices: of the engine.
     """
-    best = Choice([0] * len(chances), float(decodes), prices.step(decodes))
+    best = Choice([0] * len(probabilities), float(decodes), prices.step(decodes))
     tokens = sorted(
-        (-chance, place, index)
-        for index, of_request in enumerate(chances)
-        for place, chance in enumerate(of_request)
+        (-probability, position, index)
+        for index, of_request in enumerate(probabilities)
+        for position, probability in enumerate(of_request)
     )
     if not tokens:
         return best
-    deepest = 1 + max(place for _, place, _ in tokens)
+    deepest = 1 + max(position for _, position, _ in tokens)
     best_taken = 0, 0
     # Each further position costs a pass, so shorter drafts for more requests can be better.
     for depth in range(1, deepest + 1) if prices.draft else (deepest,):
-        taken, right, price = 0, float(decodes), prices.step(decodes)
+        taken, accepted, price = 0, float(decodes), prices.step(decodes)
         opened = [False] * depth
-        for negated, place, _ in tokens:
-            if place >= depth:
+        for negated, position, _ in tokens:
+            if position >= depth:
                 continue
             taken += 1
-            right -= negated
-            price += prices.more(opens=not opened[place])
-            opened[place] = True
-            if right * best.price > best.tokens * price:
-                best = Choice(best.lengths, right, price)
+            accepted -= negated
+            price += prices.more(needs_pass=not opened[position])
+            opened[position] = True
+            if accepted * best.price > best.tokens * price:
+                best = Choice(best.lengths, accepted, price)
                 best_taken = depth, taken
     depth, taken = best_taken
     for _, _, index in [each for each in tokens if each[1] < depth][:taken]:
@@ -137,11 +137,11 @@ def choose(decodes: int, chances: Sequence[Sequence[float]], prices: Prices) -> 
     return best
 
 
-class Offer(NamedTuple):
+class Candidate(NamedTuple):
     """A decoding request, and the maximum number of tokens to draft for it."""
 
     id: int
-    most: int
+    limit: int
 
 
 class DraftLengths:
@@ -151,36 +151,37 @@ class DraftLengths:
     acceptance there predicts acceptance at the next.
     """
 
-    def __init__(self, most: int, prices: Prices) -> None:
-        """Limit drafts to `most` tokens."""
-        self._most = most
+    def __init__(self, limit: int, prices: Prices) -> None:
+        """Limit drafts to `limit` tokens."""
+        self._limit = limit
         self._prices = prices
-        self._all = _Counts(most, _ALL_FORGET)
-        self._counts = defaultdict[int, _Counts](lambda: _Counts(most, _FORGETS))
+        self._totals = _Counts(limit, _TOTAL_DECAY)
+        self._counts = defaultdict[int, _Counts](lambda: _Counts(limit, _DECAY))
         """By request."""
         self._credit = 0.0
         """Loss that probes may still incur."""
         self._step = 0
 
-    def decide(self, decodes: int, offers: Sequence[Offer]) -> list[int]:
+    def decide(self, decodes: int, candidates: Sequence[Candidate]) -> list[int]:
         """Return the number of tokens to draft for each offer; `decodes` must be at least 1."""
         self._step += 1
-        floor = decodes * self._prices.more(opens=False) / self._prices.step(decodes)
+        floor = decodes * self._prices.more(needs_pass=False) / self._prices.step(decodes)
         # Less likely tokens do not pay off, whatever the other drafts are.
-        chances = [
-            list(takewhile(lambda chance: chance > floor, self._chances(offer))) for offer in offers
+        probabilities = [
+            list(takewhile(lambda probability: probability > floor, self._probabilities(candidate)))
+            for candidate in candidates
         ]
-        choice = choose(decodes, chances, self._prices)
+        choice = choose(decodes, probabilities, self._prices)
         self._credit += PROBED * choice.price
-        self._probe(choice, offers)
-        self._credit = min(self._credit, max(_MAX_CREDIT, self._prices.more(opens=True)))
+        self._probe(choice, candidates)
+        self._credit = min(self._credit, max(_MAX_CREDIT, self._prices.more(needs_pass=True)))
         return choice.lengths
 
     def observe(self, id: int, proposed: int, accepted: int) -> None:
         """Record that the first `accepted` of the `proposed` draft tokens were accepted."""
         counts = self._counts[id]
         if counts.drafts < _FIRST:
-            self._all.observe(proposed, accepted)
+            self._totals.observe(proposed, accepted)
         counts.observe(proposed, accepted)
         if accepted == proposed:
             self._credit += counts.risked
@@ -196,37 +197,39 @@ class DraftLengths:
         """Number of requests with counts."""
         return len(self._counts)
 
-    def _chances(self, offer: Offer) -> Iterator[float]:
+    def _probabilities(self, candidate: Candidate) -> Iterator[float]:
         """Yield the probability, per position, that a draft is accepted up to there."""
-        counts = self._counts[offer.id]
-        of_all = own = _PRIOR
-        chance = 1.0
-        for place in range(min(offer.most, self._most)):
-            of_all = self._all.estimate(place, of_all)
-            prior = (of_all + own) / 2 if place else of_all
-            own = counts.estimate(place, prior)
-            chance *= own
-            yield chance
+        counts = self._counts[candidate.id]
+        total = estimate = _PRIOR
+        probability = 1.0
+        for position in range(min(candidate.limit, self._limit)):
+            total = self._totals.estimate(position, total)
+            prior = (total + estimate) / 2 if position else total
+            estimate = counts.estimate(position, prior)
+            probability *= estimate
+            yield probability
 
-    def _probe(self, choice: Choice, offers: Sequence[Offer]) -> None:
+    def _probe(self, choice: Choice, candidates: Sequence[Candidate]) -> None:
         """Lengthen drafts by one token that is not expected to pay off.
 
         Requests that were never probed, or whose last probe was accepted, come first, then the
         least recently probed.
         """
         lengths = choice.lengths
-        waiting = [index for index, offer in enumerate(offers) if lengths[index] < offer.most]
-        waiting.sort(key=lambda index: self._counts[offers[index].id].probed)
+        waiting = [
+            index for index, candidate in enumerate(candidates) if lengths[index] < candidate.limit
+        ]
+        waiting.sort(key=lambda index: self._counts[candidates[index].id].probed)
         passes = max(lengths, default=0)
         for index in waiting:
-            offer, place = offers[index], lengths[index]
-            chance = next(islice(self._chances(offer), place, None))
-            price = self._prices.more(opens=place >= passes)
-            loss = max(0.0, price - chance * choice.price / choice.tokens)
+            candidate, position = candidates[index], lengths[index]
+            probability = next(islice(self._probabilities(candidate), position, None))
+            price = self._prices.more(needs_pass=position >= passes)
+            loss = max(0.0, price - probability * choice.price / choice.tokens)
             if loss > self._credit:
                 return
             self._credit -= loss
-            counts = self._counts[offer.id]
+            counts = self._counts[candidate.id]
             counts.risked, counts.probed = loss, self._step
             lengths[index] += 1
             passes = max(passes, lengths[index])

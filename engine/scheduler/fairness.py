@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 
 from engine.scheduler.parties import Parties
-from engine.scheduler.preemption import Engine, Room, choose_heaviest, choose_victims
+from engine.scheduler.preemption import Capacity, FreeCapacity, choose_heaviest, choose_victims
 from engine.scheduler.request import Request, precedence
 from engine.scheduler.shares import Shares, add_one, take_one
 from engine.scheduler.step_costs import StepCosts
@@ -45,7 +45,7 @@ class Fairness:
     def __init__(
         self,
         costs: StepCosts,
-        engine: Engine,
+        capacity: Capacity,
         *,
         max_prefill: int = sys.maxsize,
         max_slowdown: float | None = None,
@@ -53,7 +53,7 @@ class Fairness:
     ) -> None:
         self.shares = Shares(max_prefill)
         self._costs = costs
-        self._engine = engine
+        self._capacity = capacity
         self._by_priority = by_priority
         self._fraction = None if max_slowdown is None else max_slowdown - 1
         self._groups = Parties(attrgetter("group"), costs, self._fraction or 0.0)
@@ -65,22 +65,22 @@ class Fairness:
         """Sequences other than the first of their request."""
         self._mask_us: dict[int, int] = {}
         """Smoothed mask time in microseconds, by request id; only of expensive masks."""
-        self._turn = 0
+        self._step = 0
         self._heavy: set[int] = set()
         """Tenants that hold more blocks than the average, while blocks may run short."""
         self._short = False
 
     # -- arrival and departure -------------------------------------------------------------------
 
-    def come(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Add a sequence that has arrived."""
-        self.shares.come(request.tenant)
-        self._num_followers += not request.leads
+        self.shares.add(request.tenant)
+        self._num_followers += not request.is_first_sequence
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a sequence that has ended."""
-        self.shares.leave(request.tenant)
-        self._num_followers -= not request.leads
+        self.shares.remove(request.tenant)
+        self._num_followers -= not request.is_first_sequence
 
     def start(self, request: Request) -> None:
         """Record that a sequence has started to run."""
@@ -106,27 +106,27 @@ class Fairness:
 
     # -- order -----------------------------------------------------------------------------------
 
-    def look(self, running: Iterable[Request], *, short: bool) -> None:
-        """Begin a step: find the tenants that hold many blocks if blocks can run `short`.
+    def begin_step(self, running: Iterable[Request], *, is_short: bool) -> None:
+        """Begin a step: find the tenants that hold many blocks if blocks are short (`is_short`).
 
         They are ordered last, so that their requests are preempted first.
         """
         self._heavy = set()
-        self._short = short
-        if not short or not self.shares.contended:
+        self._short = is_short
+        if not is_short or not self.shares.contended:
             return
-        held: Counter[int] = Counter()
+        num_blocks: Counter[int] = Counter()
         for request in running:
-            held[request.tenant] += request.table.num_blocks
-        average = held.total() / max(1, len(held))
-        self._heavy = {tenant for tenant, blocks in held.items() if blocks > average}
+            num_blocks[request.tenant] += request.table.num_blocks
+        average = num_blocks.total() / max(1, len(num_blocks))
+        self._heavy = {tenant for tenant, blocks in num_blocks.items() if blocks > average}
 
-    def standing(self, request: Request) -> tuple[int, bool, int]:
+    def preemption_key(self, request: Request) -> tuple[int, bool, int]:
         """Return the sort key of a running request: the largest is preempted first."""
         return request.priority, request.tenant in self._heavy, request.arrival
 
     def in_order(self, running: Iterable[Request]) -> list[Request]:
-        """Return running requests, given in order of admission, in the order of `standing`.
+        """Return running requests, given in order of admission, in the order of `preemption_key`.
 
         Without priorities the order matters only if a request may be preempted: it must then come
         after all that stay, since planned requests cannot be preempted.
@@ -160,37 +160,37 @@ class Fairness:
         self,
         waiting: Iterable[Request],
         running: Iterable[Request],
-        room: Room,
+        room: FreeCapacity,
         blocks_needed: Callable[[Request], int],
         *,
-        short: bool,
+        is_short: bool,
     ) -> list[Request]:
         """Return the running requests to preempt for waiting ones, in reverse order.
 
-        `short`: waiting requests have no slot, or were skipped by the last plan.
+        `is_short`: waiting requests have no slot, or were skipped by the last plan.
         """
-        unfair = short and self.shares.contended
-        if not self._by_priority and not unfair:
+        by_share = is_short and self.shares.contended
+        if not self._by_priority and not by_share:
             return []
         ordered = self.in_order(running)
         if self._by_priority:
-            urgent = choose_victims(waiting, ordered, room, blocks_needed)
-            if urgent or not unfair:
-                return urgent
-        return choose_heaviest(waiting, ordered, room, blocks_needed, self._engine)
+            victims = choose_victims(waiting, ordered, room, blocks_needed)
+            if victims or not by_share:
+                return victims
+        return choose_heaviest(waiting, ordered, room, blocks_needed, self._capacity)
 
-    def crowds(self) -> Collection[int]:
+    def saturated_groups(self) -> Collection[int]:
         """Return the groups with as many running sequences as can be decoded next to others."""
         if not self._num_followers:
             return ()
-        limit = self._max_beside_others
+        limit = self._max_when_shared
         return {group for group, running in self._running.items() if running >= limit > 1}
 
-    def crowding(
+    def victims_for_newcomer(
         self,
         newcomer: Request,
         running: Iterable[Request],
-        room: Room,
+        room: FreeCapacity,
         blocks_needed: Callable[[Request], int],
     ) -> list[Request]:
         """Return sequences of crowds to preempt for another request's first one.
@@ -198,21 +198,21 @@ class Fairness:
         Running, they would only alternate with it. Return none if it would still not fit.
         """
         slots, blocks = room.slots - 1, room.blocks - blocks_needed(newcomer)
-        crowds, left = self.crowds(), self._running.copy()
+        saturated, num_running = self.saturated_groups(), self._running.copy()
         victims: list[Request] = []
         for each in reversed(self.in_order(running)):
             if slots >= 0 and blocks >= room.headroom:
                 return victims
-            gives_way = each.group in crowds and each.priority >= newcomer.priority
-            if gives_way and left[each.group] > self._max_beside_others:
+            gives_way = each.group in saturated and each.priority >= newcomer.priority
+            if gives_way and num_running[each.group] > self._max_when_shared:
                 victims.append(each)
-                left[each.group] -= 1
+                num_running[each.group] -= 1
                 slots += 1
                 blocks += each.table.num_blocks
         return victims if slots >= 0 and blocks >= room.headroom else []
 
     @property
-    def _max_beside_others(self) -> int:
+    def _max_when_shared(self) -> int:
         """Maximum sequences of a group decoded in a step together with one of another group."""
         if self._fraction is None:
             return sys.maxsize
@@ -222,17 +222,17 @@ class Fairness:
 
     def hold(self, ready: Sequence[Request]) -> Collection[int]:
         """Begin the decodes of a step; return the ids of ready sequences that are held back."""
-        self._turn += 1
+        self._step += 1
         limited = self._fraction is not None
         weights = {id: 1 + self._costs.of_masks(us) for id, us in self._mask_us.items()}
         held: set[int] = set()
         if limited and (self._num_followers or self._mask_us):
-            held = self._groups.hold(ready, weights, self._turn)
+            held = self._groups.hold(ready, weights, self._step)
         else:
             self._groups.free()
         if limited and self.shares.contended:
-            left = [each for each in ready if each.id not in held] if held else ready
-            held |= self._tenants.hold(left, weights, self._turn, alone=True)
+            not_held = [each for each in ready if each.id not in held] if held else ready
+            held |= self._tenants.hold(not_held, weights, self._step, limit_single=True)
         else:
             self._tenants.free()
         return held
@@ -243,15 +243,15 @@ class Fairness:
         Prompts of N tenants in debt can add sqrt(N) times as much to steps as one tenant's: the sum
         grows with the number of tenants, but sublinearly.
         """
-        refill = together = sys.maxsize
+        refill = max_together = sys.maxsize
         mixed = self.mixed_tokens(rows)
         if self._fraction is not None:
-            alone = (self._costs.base + rows) / self._costs.prefill
-            several = math.sqrt(max(1, self.shares.num_in_debt))
-            refill = int(self._fraction * alone / several)
-            burst = max(_MAX_BURST, self._fraction * several) * alone
-            together = max(1, int(burst - mixed), int(burst / 4))
-        self.shares.begin_step(max(1, refill), mixed, together)
+            decode_cost = (self._costs.base + rows) / self._costs.prefill
+            tenant_factor = math.sqrt(max(1, self.shares.num_in_debt))
+            refill = int(self._fraction * decode_cost / tenant_factor)
+            burst = max(_MAX_BURST, self._fraction * tenant_factor) * decode_cost
+            max_together = max(1, int(burst - mixed), int(burst / 4))
+        self.shares.begin_step(max(1, refill), mixed, max_together)
         if not rows and self._fraction is not None:
             self.shares.begin_free()
         self._quota = self.shares.quota()
@@ -262,31 +262,31 @@ class Fairness:
             return 0
         return int(self._costs.mixed / self._costs.prefill)
 
-    def begin_alone(self) -> None:
+    def begin_exclusive(self) -> None:
         """Begin a step of one isolated request, whose tenant is not charged for it."""
         self._quota = self.shares.quota(by_credit=False)
 
-    def tenant_tokens(self, request: Request, wanted: int) -> int:
-        """Return how many of `wanted` prompt tokens the tenant of a sequence can have."""
-        return self._quota.left(request.tenant, wanted)
+    def tenant_tokens(self, request: Request, num_tokens: int) -> int:
+        """Return how many of `num_tokens` prompt tokens the tenant of a sequence can have."""
+        return self._quota.available(request.tenant, num_tokens)
 
     def group_tokens(self, request: Request) -> int:
         """Return how many prompt tokens the group of a sequence can have.
 
         A request's first sequence is not limited; the others share the request's credit.
         """
-        return sys.maxsize if request.leads else self._groups.tokens(request)
+        return sys.maxsize if request.is_first_sequence else self._groups.tokens(request)
 
     def prefill(self, request: Request, tokens: int) -> None:
         """Charge `tokens` prompt tokens of a sequence."""
         self.shares.prefill(request.tenant, tokens)
-        if not request.leads:
+        if not request.is_first_sequence:
             self._groups.prefill(request, tokens)
         self._quota.take(request.tenant, tokens)
 
-    def drafts(self, request: Request, wanted: int) -> int:
-        """Reserve up to `wanted` rows for drafts of a decoding sequence; return the number."""
-        count = min(wanted, self._groups.rows(request), self._tenants.rows(request))
+    def drafts(self, request: Request, num_rows: int) -> int:
+        """Reserve up to `num_rows` rows for drafts of a decoding sequence; return the number."""
+        count = min(num_rows, self._groups.rows(request), self._tenants.rows(request))
         self._groups.take(request, count)
         self._tenants.take(request, count)
         return count
@@ -298,6 +298,6 @@ class Fairness:
             AssertionError: a count is wrong.
         """
         self.shares.check_integrity(present, running)
-        assert self._num_followers == sum(not each.leads for each in present)
+        assert self._num_followers == sum(not each.is_first_sequence for each in present)
         assert self._running == Counter(each.group for each in running)
         assert self._mask_us.keys() <= {each.id for each in running}

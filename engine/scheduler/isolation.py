@@ -40,11 +40,11 @@ class Isolation:
     def begin(self) -> Request:
         """Dequeue the oldest suspect, make it current and return it."""
         self.current = self._queue.popleft()
-        self._steps_left = self.current.steps_alone
+        self._steps_left = self.current.exclusive_steps
         return self.current
 
     def landed(self, requests: Iterable[Request], samples: Iterable[bool]) -> None:
-        """Record a successful step; a turn ends after `steps_alone` steps that sampled."""
+        """Record a successful step; a turn ends after `exclusive_steps` steps that sampled."""
         for request, sampled in zip(requests, samples, strict=True):
             if sampled and request is self.current:
                 self._steps_left -= 1
@@ -66,20 +66,20 @@ class Isolation:
 
     def planned(self, running: Collection[Request]) -> Collection[Request]:
         """Return the running requests to plan: all, or only the isolated one."""
-        alone = self.current
-        if alone is None:
+        exclusive = self.current
+        if exclusive is None:
             return running
-        return [alone] if alone.status is RequestStatus.RUNNING else []
+        return [exclusive] if exclusive.status is RequestStatus.RUNNING else []
 
     def admissible(
         self, waiting: Iterable[Request], compiling: Container[int]
     ) -> Iterable[Request]:
         """Return the waiting requests to admit: all, or only the isolated one."""
-        alone = self.current
-        if alone is None:
+        exclusive = self.current
+        if exclusive is None:
             return waiting
-        ready = alone.status is RequestStatus.WAITING and alone.id not in compiling
-        return [alone] if ready else []
+        ready = exclusive.status is RequestStatus.WAITING and exclusive.id not in compiling
+        return [exclusive] if ready else []
 
     def others(self, running: Collection[Request]) -> Collection[Request]:
         """Return the candidates for preemption: all but the isolated request, or only that."""

@@ -43,13 +43,13 @@ class KVCacheManager:
         self.slides = bool(self._shape.sliding)
         """Whether sequences free blocks before they end."""
         self._sliding = self._shape.sliding
-        self._keeping = [n for n in range(len(self._caches)) if n not in self._sliding]
+        self._full_groups = [n for n in range(len(self._caches)) if n not in self._sliding]
         self._known = KnownDigests(block_size)
         self._tiers = tiers
         self._events = events
         self._log: BlockLog | None = None
         """For front ends; created on first request."""
-        self._followed = self._keeping[0] if self._keeping else 0
+        self._reported_group = self._full_groups[0] if self._full_groups else 0
         """The group whose blocks are reported: one that keeps all positions, if any."""
         stores_evicted = tiers is not None and tiers.stores_evicted
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
@@ -83,9 +83,9 @@ class KVCacheManager:
         if not self.caching:
             return [[] for _ in self._caches]
         limit = (len(token_ids) - 1) // self.block_size
-        num_hashed = 0 if self._keeping else self._extend_digests(table, token_ids, limit)
+        num_hashed = 0 if self._full_groups else self._extend_digests(table, token_ids, limit)
         matched: list[list[int]] = [[] for _ in self._caches]
-        for group in self._keeping:
+        for group in self._full_groups:
             block_of, found = self._caches[group].block_of, matched[group]
             for index in range(limit):
                 if index == len(table.digests):
@@ -111,17 +111,17 @@ class KVCacheManager:
         """
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
         cached = self._cached(matched)
-        wanted = self._wanted(matched, len(token_ids))
-        if sum(wanted) + self._pool.count_free(cached) + headroom > self._pool.num_free:
+        num_new = self._num_new_blocks(matched, len(token_ids))
+        if sum(num_new) + self._pool.count_free(cached) + headroom > self._pool.num_free:
             return None
         # Acquire cached blocks first, so that the allocation does not evict them.
         self._pool.acquire(cached)
         table.clear()
-        for ids, count in zip(matched, wanted, strict=True):
+        for ids, count in zip(matched, num_new, strict=True):
             new = self._pool.allocate(count)
             assert new is not None
             group = GroupTable()
-            group.first = group.told = ids.count(FREED)
+            group.first = group.num_sent = ids.count(FREED)
             group.ids = ids + new
             table.groups.append(group)
         num_cached = len(matched[0])
@@ -140,7 +140,7 @@ class KVCacheManager:
         """Return (cached tokens, free blocks) that `try_admit` would find and take now."""
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
         cached = self._cached(matched)
-        num_new = sum(self._wanted(matched, len(token_ids)))
+        num_new = sum(self._num_new_blocks(matched, len(token_ids)))
         return len(matched[0]) * self.block_size, num_new + self._pool.count_free(cached)
 
     def fetch(
@@ -160,9 +160,9 @@ class KVCacheManager:
         if not any(missing):
             return None
 
-        def read_wanted(read: Callable[[BlockName], bool]) -> None:
+        def read_missing(read: Callable[[BlockName], bool]) -> None:
             end = limit
-            for group in self._keeping:
+            for group in self._full_groups:
                 for index, digest in enumerate(digests[:end]):
                     if digest in missing[group] and not read((group, digest)):
                         end = index
@@ -173,7 +173,7 @@ class KVCacheManager:
                     if digest in missing[group]:
                         read((group, digest))
 
-        fetch = Fetch(read_wanted, self._generation)
+        fetch = Fetch(read_missing, self._generation)
         self._tiers.fetch(fetch, source)
         return fetch
 
@@ -189,9 +189,9 @@ class KVCacheManager:
             `kv_transfer_hits` instead.
         """
         assert self._tiers is not None
-        taken = self._cached(self.match(table, token_ids))
-        num_cached = len(taken)
-        self._pool.acquire(taken)
+        acquired = self._cached(self.match(table, token_ids))
+        num_cached = len(acquired)
+        self._pool.acquire(acquired)
         num_tokens = 0
         if fetch.generation == self._generation:
             index_of = {digest: index for index, digest in enumerate(table.digests)}
@@ -204,17 +204,17 @@ class KVCacheManager:
                 assert ids is not None
                 self._tiers.write_block(ids[0], content)
                 self._caches[group].insert(digest, ids[0])
-                self._pool.keep(ids[0])
-                self._tell_stored(group, table, index_of[digest], token_ids)
-                taken += ids
-                if group != self._followed:
+                self._pool.mark_cached(ids[0])
+                self._report_stored(group, table, index_of[digest], token_ids)
+                acquired += ids
+                if group != self._reported_group:
                     continue
                 if (group, digest) in fetch.pulled:
                     self._tiers.counters.kv_transfer_hits += self.block_size
                 else:
                     num_tokens += self.block_size
         self._tiers.discard(fetch)
-        self._pool.release([*reversed(taken[num_cached:]), *reversed(taken[:num_cached])])
+        self._pool.release([*reversed(acquired[num_cached:]), *reversed(acquired[:num_cached])])
         return num_tokens
 
     def discard(self, fetch: Fetch) -> None:
@@ -236,12 +236,12 @@ class KVCacheManager:
             group.ids += self._pool.allocate(count) or ()
             table.capacity = len(group.ids) * self.block_size
             table.num_blocks += count
-            table.num_untold += count
+            table.num_unsent += count
             return True
-        wanted = [max(0, num_blocks - len(group.ids)) for group in table.groups]
-        if sum(wanted) + headroom > self._pool.num_free:
+        num_new = [max(0, num_blocks - len(group.ids)) for group in table.groups]
+        if sum(num_new) + headroom > self._pool.num_free:
             return False
-        for group, count in zip(table.groups, wanted, strict=True):
+        for group, count in zip(table.groups, num_new, strict=True):
             group.ids += self._pool.allocate(count) or ()
         self._measure(table)
         return True
@@ -258,8 +258,8 @@ class KVCacheManager:
         for number, (cache, group) in enumerate(zip(self._caches, table.groups, strict=True)):
             for index in range(table.num_committed, num_full):
                 if cache.insert(table.digests[index], group.ids[index]):
-                    self._pool.keep(group.ids[index])
-                    self._tell_stored(number, table, index, token_ids)
+                    self._pool.mark_cached(group.ids[index])
+                    self._report_stored(number, table, index, token_ids)
                     if tiers is not None:
                         tiers.store((number, table.digests[index]), group.ids[index])
         if table.offered:
@@ -276,10 +276,10 @@ class KVCacheManager:
         for number in self._sliding:
             group = table.groups[number]
             first = self._shape.first_needed(number, num_computed)
-            gone = group.ids[group.first : first]
-            self._pool.release(gone)
-            group.ids[group.first : first] = [FREED] * len(gone)
-            group.first += len(gone)
+            passed = group.ids[group.first : first]
+            self._pool.release(passed)
+            group.ids[group.first : first] = [FREED] * len(passed)
+            group.first += len(passed)
         self.refill(table)
 
     def refill(self, table: BlockTable) -> bool:
@@ -291,8 +291,8 @@ class KVCacheManager:
         for number in self._sliding:
             group = table.groups[number]
             end = min(table.num_admitted, group.first + self._shape.spans[number])
-            lacking = max(0, end - len(group.ids))
-            group.ids += self._pool.allocate(min(lacking, self._pool.num_free)) or ()
+            num_missing = max(0, end - len(group.ids))
+            group.ids += self._pool.allocate(min(num_missing, self._pool.num_free)) or ()
         self._measure(table)
         return table.capacity > before
 
@@ -317,7 +317,7 @@ class KVCacheManager:
     def blocks_since(self, after: int) -> BlockChanges | None:
         """Return the blocks cached or evicted since change number `after`; see `BlockLog`."""
         if self._log is None:
-            self._log = BlockLog(self._caches[self._followed].block_of.keys())
+            self._log = BlockLog(self._caches[self._reported_group].block_of.keys())
             self._pool.on_evict = self._evict
         return self._log.since(after)
 
@@ -325,11 +325,11 @@ class KVCacheManager:
         """Raise AssertionError if a block is leaked, wrongly shared or wrongly named."""
         tables = list(tables)
         self._pool.check_integrity([table.held() for table in tables])
-        kept = self._pool.kept_blocks()
+        cached = self._pool.cached_blocks()
         for cache in self._caches:
             cache.check_integrity()
         named = [block_id for cache in self._caches for block_id in cache.digest_of]
-        assert sorted(named) == sorted(kept), "named blocks differ from the kept blocks"
+        assert sorted(named) == sorted(cached), "named blocks differ from the kept blocks"
         for table in tables:
             assert table.num_blocks == len(table.held())
             for group, span in zip(table.groups, self._shape.spans, strict=False):
@@ -341,7 +341,7 @@ class KVCacheManager:
         for number, cache in enumerate(self._caches):
             if block_id in cache.digest_of:
                 digest = cache.evict(block_id)
-                if self._log is not None and number == self._followed:
+                if self._log is not None and number == self._reported_group:
                     self._log.changed(digest, is_stored=False)
                 if self._events is not None:
                     self._events.removed(number, digest)
@@ -356,11 +356,11 @@ class KVCacheManager:
             for index in range(max(start, group.first), end):
                 self._tiers.offer((number, table.digests[index]), group.ids[index])
 
-    def _tell_stored(
+    def _report_stored(
         self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]
     ) -> None:
         """Report a sequence's block that has become cached."""
-        if self._log is not None and group == self._followed:
+        if self._log is not None and group == self._reported_group:
             self._log.changed(table.digests[index], is_stored=True)
         if self._events is not None:
             digests, start = table.digests[max(0, index - 1) : index + 1], index * self.block_size
@@ -372,7 +372,7 @@ class KVCacheManager:
             return matched[0]
         return [block_id for ids in matched for block_id in ids if block_id != FREED]
 
-    def _wanted(self, matched: list[list[int]], num_tokens: int) -> list[int]:
+    def _num_new_blocks(self, matched: list[list[int]], num_tokens: int) -> list[int]:
         """Return the number of new blocks per group, in addition to the cached ones."""
         blocks = -(-num_tokens // self.block_size)
         return [
@@ -394,7 +394,7 @@ class KVCacheManager:
                     if digests[index] not in block_of:
                         limit = index
                     index -= 1
-        for group in self._keeping:
+        for group in self._full_groups:
             del matched[group][limit:]
         for group in self._sliding:
             first = first_needed(group, limit * size)
@@ -406,7 +406,7 @@ class KVCacheManager:
         groups, size = table.groups, self.block_size
         table.capacity = min([len(group.ids) for group in groups]) * size
         table.num_blocks = sum([len(group.ids) - group.first for group in groups])
-        table.num_untold = sum([len(group.ids) - group.told for group in groups])
+        table.num_unsent = sum([len(group.ids) - group.num_sent for group in groups])
         table.next_release = min(
             ((groups[n].first + 1) * size + window - 1 for n, window in self._sliding.items()),
             default=NEVER,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.batch.batch import RULED_OUT
+from engine.batch.batch import GRAMMAR_CONFLICT
 from engine.batch.grammars import Grammar
 from engine.scheduler.request import Request
 from engine.shared.messages import FinishReason, RequestOutput, TokenLogprob
@@ -96,7 +96,7 @@ def refused_output(request: Request, error: str) -> RequestOutput:
     """Return the output for a request that its grammar or its bans prevent from continuing."""
     sampling = request.sampling
     param = None
-    if error == RULED_OUT:
+    if error == GRAMMAR_CONFLICT:
         suspects = {
             "allowed_token_ids": sampling.allowed_token_ids is not None,
             "bad_words": bool(sampling.bad_words),

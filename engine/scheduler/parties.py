@@ -37,7 +37,7 @@ class Parties:
         """Parties with held sequences, whose credit carries over to the next step."""
         self._mixing: set[int] = set()
         """Parties with prompt tokens in this step, already charged the mixed cost."""
-        self._beside = 0.0
+        self._rows_of_smallest = 0.0
         """Rows granted to parties that want no more than the smallest one."""
         self._num_larger = 0
         """Number of parties that want more rows than the smallest one."""
@@ -52,15 +52,20 @@ class Parties:
         self._mixing.clear()
 
     def hold(
-        self, ready: Sequence[Request], weights: dict[int, float], turn: int, *, alone: bool = False
+        self,
+        ready: Sequence[Request],
+        weights: dict[int, float],
+        step: int,
+        *,
+        limit_single: bool = False,
     ) -> set[int]:
         """Begin a step; return the ids of ready sequences that are held back in it.
 
         Args:
             ready: sequences that can be decoded.
             weights: cost in rows, by request id; 1 if absent.
-            turn: step number.
-            alone: whether a party is limited even if no other is ready.
+            step: step number.
+            limit_single: whether a party is limited even if no other is ready.
         """
         parties: dict[int, list[Request]] = {}
         for request in ready:
@@ -71,28 +76,28 @@ class Parties:
             for party, members in parties.items()
         }
         smallest_first = sorted(parties, key=wants.__getitem__)
-        fewest = wants[smallest_first[0]] if smallest_first else 0.0
-        if len(parties) == 1 and not alone:
-            self._beside = fewest
+        smallest = wants[smallest_first[0]] if smallest_first else 0.0
+        if len(parties) == 1 and not limit_single:
+            self._rows_of_smallest = smallest
             return set()
-        self._num_larger = sum([each > fewest for each in wants.values()])
+        self._num_larger = sum([each > smallest for each in wants.values()])
         held: set[int] = set()
-        for place, party in enumerate(smallest_first):
-            smallest_other = smallest_first[:1] if place else smallest_first[1:2]
+        for index, party in enumerate(smallest_first):
+            smallest_other = smallest_first[:1] if index else smallest_first[1:2]
             minimum = wants[smallest_other[0]] if smallest_other else 1.0
             credit, members = self._refill(party, minimum), parties[party]
             if wants[party] > credit:
-                members = _next_turns(members, weights, credit)
+                members = _longest_waiting(members, weights, credit)
                 if not members and not smallest_other:
                     members = parties[party][:1]  # avoids an empty step
                 for each in members:
-                    each.last_turn = turn
+                    each.last_limited_step = step
                 held.update({each.id for each in parties[party]} - {each.id for each in members})
                 self._saving.add(party)
             granted = sum([weights.get(each.id, 1.0) for each in members])
             self._credit[party] -= granted
-            if wants[party] == fewest:
-                self._beside += granted
+            if wants[party] == smallest:
+                self._rows_of_smallest += granted
         return held
 
     def tokens(self, request: Request) -> int:
@@ -135,13 +140,15 @@ class Parties:
         return any(party != self._key(request) for party in self._ready)
 
     def _begin(self, ready: Collection[int]) -> None:
-        kept = 1.0 + self._costs.prefill
+        max_kept = 1.0 + self._costs.prefill
         self._credit = {
-            party: self._credit[party] if party in self._saving else min(self._credit[party], kept)
+            party: self._credit[party]
+            if party in self._saving
+            else min(self._credit[party], max_kept)
             for party in self._refilled
         }
         self._ready = ready
-        self._beside = 0.0
+        self._rows_of_smallest = 0.0
         self._num_larger = 0
         self._refilled.clear()
         self._saving.clear()
@@ -155,16 +162,18 @@ class Parties:
         """Return a party's credit; add its share, at least `minimum` rows, once per step."""
         if party not in self._refilled:
             self._refilled.add(party)
-            alone = self._costs.base + self._beside
-            share = self._fraction * alone / math.sqrt(max(1, self._num_larger))
+            cost_without = self._costs.base + self._rows_of_smallest
+            share = self._fraction * cost_without / math.sqrt(max(1, self._num_larger))
             self._credit[party] = self._credit.get(party, 0.0) + max(share, minimum)
         return self._credit[party]
 
 
-def _next_turns(members: list[Request], weights: dict[int, float], credit: float) -> list[Request]:
+def _longest_waiting(
+    members: list[Request], weights: dict[int, float], credit: float
+) -> list[Request]:
     """Return a party's longest-waiting sequences that fit the credit."""
     running: list[Request] = []
-    for request in sorted(members, key=attrgetter("last_turn")):
+    for request in sorted(members, key=attrgetter("last_limited_step")):
         credit -= weights.get(request.id, 1.0)
         if credit < 0:
             break

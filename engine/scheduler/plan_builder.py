@@ -35,7 +35,7 @@ class PlanBuilder:
     """Versions of the adapters to place, by slot."""
     encoded: list[EncoderInput] = field(default_factory=list)
     """Images to encode."""
-    forgotten: list[bytes] = field(default_factory=list)
+    evicted_images: list[bytes] = field(default_factory=list)
     """Digests of images that the executor has to evict."""
     short_of_blocks: bool = False
     """A running request did not get a block, so no others are admitted."""
@@ -55,9 +55,9 @@ class PlanBuilder:
                 request.table.images,
             )
         )
-        self.tell_blocks(request)
+        self.add_blocks(request)
 
-    def tell_blocks(self, request: Request) -> None:
+    def add_blocks(self, request: Request) -> None:
         """Add the request's new blocks, not yet in any plan."""
         self.blocks += request.table.take_new(request.slot)
 
@@ -65,14 +65,14 @@ class PlanBuilder:
         """Plan a decode of the request's newest token, with sampling."""
         request.num_computed_tokens += 1
         request.num_pending_tokens += 1
-        request.drawn_in = self.step
+        request.last_sampled_step = self.step
         request.num_steps_in_flight += 1
         self.decodes.append(request)
 
     def prefill(self, request: Request, count: int) -> None:
         """Plan `count` more tokens of a prefill, with sampling if they are its last."""
-        if request.table.num_untold:
-            self.tell_blocks(request)
+        if request.table.num_unsent:
+            self.add_blocks(request)
         start = request.num_computed_tokens
         end = start + count
         sample = end == request.num_tokens
@@ -80,7 +80,7 @@ class PlanBuilder:
         request.queued_tokens -= count
         request.num_pending_tokens += sample
         if sample:
-            request.drawn_in = self.step
+            request.last_sampled_step = self.step
         request.num_steps_in_flight += 1
         self.prefills.append(_Row(request, start, count, sample))
 
@@ -110,6 +110,6 @@ class PlanBuilder:
             },
             adapters=self.adapters,
             encoded=self.encoded,
-            forgotten=self.forgotten,
+            evicted_images=self.evicted_images,
         )
         return plan, requests

@@ -99,11 +99,11 @@ class Cadence:
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
         """Return an unlimited grant or a hold; `table` has only this rank's state."""
-        (own,) = table
+        (state,) = table
         if self._prefilled:
-            self._saturated = own.passed_over > 0
+            self._saturated = state.passed_over > 0
         off_beat = step % self._interval != 0
-        hold = off_beat and not self._saturated and own.decodes > 0
+        hold = off_beat and not self._saturated and state.decodes > 0
         self._prefilled = not hold
         return Grant(token_cap=0) if hold else UNLIMITED
 

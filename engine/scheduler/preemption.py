@@ -11,7 +11,7 @@ MARGIN = 2
 preempted request has a cost, so small differences are left to even out."""
 
 
-class Room(NamedTuple):
+class FreeCapacity(NamedTuple):
     """Free capacity, including what is freed once the plans in flight are done."""
 
     slots: int
@@ -25,7 +25,7 @@ class Room(NamedTuple):
 def choose_victims(
     waiting: Iterable[Request],
     running: list[Request],
-    room: Room,
+    room: FreeCapacity,
     blocks_needed: Callable[[Request], int],
 ) -> list[Request]:
     """Return the running requests to preempt so that more urgent ones can start.
@@ -62,7 +62,7 @@ def choose_victims(
     return victims
 
 
-class Engine(NamedTuple):
+class Capacity(NamedTuple):
     """Total capacity of an engine."""
 
     slots: int
@@ -77,17 +77,17 @@ class _Holding:
         self.slots = len(running)
         self.blocks = sum([each.table.num_blocks for each in running])
 
-    def part(self, of: Engine, slots: int = 0, blocks: int = 0) -> float:
+    def share(self, capacity: Capacity, slots: int = 0, blocks: int = 0) -> float:
         """Return the larger of its shares of slots and of blocks, with these many more."""
-        return max((self.slots + slots) / of.slots, (self.blocks + blocks) / of.blocks)
+        return max((self.slots + slots) / capacity.slots, (self.blocks + blocks) / capacity.blocks)
 
 
 def choose_heaviest(
     waiting: Iterable[Request],
     running: list[Request],
-    room: Room,
+    room: FreeCapacity,
     blocks_needed: Callable[[Request], int],
-    engine: Engine,
+    capacity: Capacity,
 ) -> list[Request]:
     """Return the running requests to preempt so that each tenant gets its share.
 
@@ -110,24 +110,24 @@ def choose_heaviest(
         slots -= 1
         blocks -= needed
         tokens -= request.queued_tokens
-        own = holdings.setdefault(request.tenant, _Holding([]))
-        wanted = own.part(engine, 1, needed)
-        given: list[Request] = []
+        holding = holdings.setdefault(request.tenant, _Holding([]))
+        share = holding.share(capacity, 1, needed)
+        chosen: list[Request] = []
         while slots < 0 or blocks < headroom:
-            victim = _of_heaviest(holdings, request, wanted, engine)
+            victim = _of_heaviest(holdings, request, share, capacity)
             if victim is None:
                 return victims
-            given.append(victim)
+            chosen.append(victim)
             slots += 1
             blocks += victim.table.num_blocks
-        victims += given
-        own.slots += 1
-        own.blocks += needed
+        victims += chosen
+        holding.slots += 1
+        holding.blocks += needed
     return victims
 
 
 def _of_heaviest(
-    holdings: dict[int, _Holding], request: Request, wanted: float, engine: Engine
+    holdings: dict[int, _Holding], request: Request, share: float, capacity: Capacity
 ) -> Request | None:
     """Remove and return a request of the largest tenant, if that still holds enough afterwards."""
     others = [
@@ -139,10 +139,10 @@ def _of_heaviest(
     ]
     if not others:
         return None
-    heaviest = max(others, key=lambda each: each.part(engine))
+    heaviest = max(others, key=lambda each: each.share(capacity))
     victim = heaviest.running[-1]
     size = victim.table.num_blocks
-    if heaviest.part(engine, -1, -size) < MARGIN * wanted:
+    if heaviest.share(capacity, -1, -size) < MARGIN * share:
         return None
     heaviest.running.pop()
     heaviest.slots -= 1

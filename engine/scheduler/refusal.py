@@ -111,14 +111,15 @@ def _bad_image(
     image: EncoderInput, before: int, tokens: list[int], vision: VisionSpec
 ) -> str | None:
     """Return why an image is invalid, or None; the one before it ends at token `before`."""
-    size, wanted = f"{image.height} x {image.width}", vision.num_tokens(image.height, image.width)
-    start, end = image.position, image.position + wanted
-    others = wanted - tokens[max(0, start) : end].count(vision.token_id)
-    if wanted and vision.breaks_rows:
+    size, expected = f"{image.height} x {image.width}", vision.num_tokens(image.height, image.width)
+    start, end = image.position, image.position + expected
+    others = expected - tokens[max(0, start) : end].count(vision.token_id)
+    if expected and vision.breaks_rows:
         others -= vision.grid(image.height, image.width)[0] - 1
     problems = {
-        f"the model's encoder takes no image of {size} pixels": not wanted,
-        f"{size} pixels are {wanted} tokens, not {image.num_tokens}": image.num_tokens != wanted,
+        f"the model's encoder takes no image of {size} pixels": not expected,
+        f"{size} pixels are {expected} tokens, not {image.num_tokens}": image.num_tokens
+        != expected,
         f"{len(image.pixels)} bytes are not those of {size} pixels": (
             len(image.pixels) != 3 * image.height * image.width
         ),

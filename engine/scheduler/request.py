@@ -72,9 +72,9 @@ class Request:
     """Version of its adapter; empty if none."""
     adapter_slot: int = NO_ADAPTER
     """Slot of the adapter, while it holds a slot itself."""
-    last_turn: int = 0
+    last_limited_step: int = 0
     """Newest step in which its request or tenant was limited and it ran."""
-    steps_alone: int = 0
+    exclusive_steps: int = 0
     """Sampling steps that it has to run alone; above 0 only for suspects."""
     status: RequestStatus = RequestStatus.WAITING
     slot: int = NO_SLOT
@@ -83,7 +83,7 @@ class Request:
     queued_tokens: int = 0
     """Tokens to compute before the next one can be sampled; 0 while it decodes."""
     num_pending_tokens: int = 0
-    drawn_in: int = 0
+    last_sampled_step: int = 0
     """Newest planned step that samples a token of it."""
     num_proposed_tokens: int = 0
     """Draft tokens in flight; the start of the next row depends on how many are accepted."""
@@ -116,7 +116,7 @@ class Request:
     """When it was first late at this token."""
 
     @property
-    def leads(self) -> bool:
+    def is_first_sequence(self) -> bool:
         """Whether it is the first sequence of its client's request."""
         return self.group == self.id
 
@@ -204,7 +204,7 @@ def request_from_message(
             offered=message.offers_blocks,
         ),
         kv_source=message.kv_source,
-        steps_alone=message.alone,
+        exclusive_steps=message.exclusive_steps,
         queued_tokens=len(token_ids),
         queued_at=now,
     )

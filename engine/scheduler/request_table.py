@@ -112,10 +112,10 @@ class RequestTable:
             error = "this engine has no tokenizer for grammars"
             return RequestOutput(message.id, [], finish_reason="error", error=error)
         self.all[request.id] = request
-        self.fairness.come(request)
-        self.encoder.come(request)
+        self.fairness.add(request)
+        self.encoder.add(request)
         self.queued_tokens += request.queued_tokens
-        if request.steps_alone:
+        if request.exclusive_steps:
             self.isolation.push(request)
             return None
         return self.compile(request)
@@ -125,7 +125,7 @@ class RequestTable:
         self.compiling[request.id] = request
         spec = request.sampling.grammar
         if spec is not None and self.grammars is not None:
-            request.grammar = self.grammars.ask(spec, request.tenant)
+            request.grammar = self.grammars.request(spec, request.tenant)
             self.counters.grammar_requests += 1
             self.counters.grammar_waits += not request.grammar.settled
         if not request.lacks_prompt_logprobs:
@@ -184,7 +184,7 @@ class RequestTable:
             return refused_output(request, reason)
         request.num_renewals += 1
         request.renewed_at = request.num_output_tokens
-        request.grammar = self.grammars.ask(spec, request.tenant)
+        request.grammar = self.grammars.request(spec, request.tenant)
         self.waiting.remove(request)
         self.compiling[request.id] = request
         self.counters.grammar_waits += 1
@@ -239,14 +239,14 @@ class RequestTable:
         """Remove a request that finished or was aborted."""
         del self.all[request.id]
         self.requeue_tokens(request, -request.queued_tokens)
-        queued = request.steps_alone and self.isolation.forget(request)
+        queued = request.exclusive_steps and self.isolation.forget(request)
         was_running = request.status is RequestStatus.RUNNING
         request.status = RequestStatus.FINISHED
         if request.fetch is not None:
             self.kv.discard(request.fetch)
             request.fetch = None
-        self.fairness.leave(request)
-        self.encoder.leave(request)
+        self.fairness.remove(request)
+        self.encoder.remove(request)
         if was_running:
             del self.running[request.id]
             self._vacate(request)

@@ -23,7 +23,7 @@ from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.outputs import Outputs, accept_tokens, grammar_output, pooled_output
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.planner import Planner
-from engine.scheduler.preemption import Engine
+from engine.scheduler.preemption import Capacity
 from engine.scheduler.prefix_cache import BlockChanges
 from engine.scheduler.refusal import check_whole_prompts
 from engine.scheduler.request import Request, RequestStatus
@@ -105,7 +105,7 @@ class Scheduler:
         self._costs = StepCosts()
         self._fairness = Fairness(
             self._costs,
-            Engine(scheduling.max_num_seqs, executor.num_kv_blocks),
+            Capacity(scheduling.max_num_seqs, executor.num_kv_blocks),
             max_prefill=scheduling.max_tenant_prefill,
             max_slowdown=scheduling.max_slowdown or None,
             by_priority=by_priority,
@@ -120,7 +120,7 @@ class Scheduler:
             step_tokens=scheduling.encoder_budget,
             num_bytes=cache.encoder_cache_bytes,
         )
-        self._books = RequestTable(
+        self._requests = RequestTable(
             executor=executor,
             max_num_seqs=scheduling.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -133,8 +133,8 @@ class Scheduler:
             speculator=self._speculator,
             counters=counters,
         )
-        self._isolation = self._books.isolation
-        self._planner = Planner(self._books, scheduling)
+        self._isolation = self._requests.isolation
+        self._planner = Planner(self._requests, scheduling)
         self._has_kv = executor.has_kv
         self._refused: Outputs = {}  # outputs of suspects that failed before their first step
         self._in_flight: deque[InFlight] = deque()
@@ -150,24 +150,26 @@ class Scheduler:
     def next_tokens(self) -> int:
         """Maximum tokens that the next step can compute, plus image patches, each of which costs
         about as much as a token."""
-        tokens = len(self._books.running) + self._books.queued_tokens
+        tokens = len(self._requests.running) + self._requests.queued_tokens
         return min(tokens, self._planner.max_tokens) + self.encoder.max_patches
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished or any plan's result is pending."""
-        return bool(self._books.all or self._in_flight)
+        return bool(self._requests.all or self._in_flight)
 
     @property
     def has_requests(self) -> bool:
         """Whether any unfinished request will be computed, or any final output is unsent."""
-        return bool((self._books.all if self._may_admit else self._books.running) or self._refused)
+        return bool(
+            (self._requests.all if self._may_admit else self._requests.running) or self._refused
+        )
 
     @property
     def runs_any(self) -> bool:
         """Whether any request has a slot, or is in a plan in flight."""
         in_flight = any(each.requests for each in self._in_flight)
-        return bool(self._books.running or in_flight or self._isolation.current_id)
+        return bool(self._requests.running or in_flight or self._isolation.current_id)
 
     @property
     def _may_admit(self) -> bool:
@@ -180,13 +182,17 @@ class Scheduler:
 
         Requests waiting for grammars get none, nor do those whose last token is in flight.
         """
-        books = self._books
-        if self._isolation.current_id in books.compiling:
+        requests = self._requests
+        if self._isolation.current_id in requests.compiling:
             return False
-        others = len(books.all) - len(books.compiling) if self._may_admit else len(books.running)
-        if not self._in_flight or others > len(books.running):
+        others = (
+            len(requests.all) - len(requests.compiling)
+            if self._may_admit
+            else len(requests.running)
+        )
+        if not self._in_flight or others > len(requests.running):
             return others > 0
-        return any(each.queued_tokens or each.can_decode for each in books.running.values())
+        return any(each.queued_tokens or each.can_decode for each in requests.running.values())
 
     @property
     def needs_step(self) -> bool:
@@ -200,13 +206,13 @@ class Scheduler:
 
     def gauges(self) -> Gauges:
         """Return the current load."""
-        books, usage = self._books, self._kv.usage if self._has_kv else 0.0
-        return Gauges(books.num_waiting, len(books.running), usage, books.queued_tokens)
+        requests, usage = self._requests, self._kv.usage if self._has_kv else 0.0
+        return Gauges(requests.num_waiting, len(requests.running), usage, requests.queued_tokens)
 
     @property
     def num_deferred(self) -> int:
         """Waiting requests that wait for grammars or KV blocks, not for a slot."""
-        return len(self._books.compiling)
+        return len(self._requests.compiling)
 
     def rank_state(self, last_step_us: int = 0, last_prefill_tokens: int = 0) -> RankState:
         """Return this rank's input to the admission policy.
@@ -218,8 +224,8 @@ class Scheduler:
     def describe_in_flight(self) -> str:
         """Describe the plans in flight, using only numbers and names, for the log."""
         lines = [
-            f"{len(self._in_flight)} plan(s) in flight, {len(self._books.running)} running, "
-            f"{len(self._books.waiting)} waiting, {self._kv.num_free_blocks} free blocks"
+            f"{len(self._in_flight)} plan(s) in flight, {len(self._requests.running)} running, "
+            f"{len(self._requests.waiting)} waiting, {self._kv.num_free_blocks} free blocks"
         ]
         for plan, requests, *_ in self._in_flight:
             lines.append(
@@ -239,31 +245,31 @@ class Scheduler:
 
     def add(self, message: AddRequest, now: float = 0.0) -> RequestOutput | None:
         """See `RequestTable.add`. Times, here and below, are only used to report durations."""
-        return self._books.add(message, now)
+        return self._requests.add(message, now)
 
     def queue_compiled(self) -> Outputs:
         """See `RequestTable.queue_compiled`."""
-        return self._books.queue_compiled()
+        return self._requests.queue_compiled()
 
     def abort(self, ids: list[int]) -> None:
         """Drop requests without sending output; unknown ids are ignored."""
         for request_id in ids:
-            request = self._books.all.get(request_id)
+            request = self._requests.all.get(request_id)
             if request is not None:
-                self._books.retire(request)
+                self._requests.retire(request)
 
     def abort_all(self) -> Outputs:
         """Drop all requests; return their abort outputs by front end."""
         outputs: Outputs = {}
-        for request in list(self._books.all.values()):
+        for request in list(self._requests.all.values()):
             output = RequestOutput(request.id, [], "abort")
             outputs.setdefault(request.front_end, []).append(output)
-            self._books.retire(request)
+            self._requests.retire(request)
         return outputs
 
     def abort_front_end(self, front_end: int) -> None:
         """Drop all requests of a front end."""
-        self.abort([r.id for r in self._books.all.values() if r.front_end == front_end])
+        self.abort([r.id for r in self._requests.all.values() if r.front_end == front_end])
 
     def preempt_all(self) -> None:
         """Preempt all running requests, which are requeued in order, and vacate all slots.
@@ -271,20 +277,20 @@ class Scheduler:
         No plan may be in flight.
         """
         assert not self._in_flight
-        for request in self._fairness.in_order(self._books.running.values()):
-            self._books.preempt(request)
+        for request in self._fairness.in_order(self._requests.running.values()):
+            self._requests.preempt(request)
         self.adapters.vacate()
         self.encoder.reset()
 
     @property
     def waiting_adapters(self) -> list[str]:
         """Adapters of requests that wait for a slot."""
-        return list(self._books.waiting.adapters)
+        return list(self._requests.waiting.adapters)
 
     def uses_adapter(self, version: str) -> bool:
         """Return whether any request, or a plan in flight, uses an adapter version."""
         in_flight = (r for entry in self._in_flight for r in entry.requests)
-        return any(r.adapter == version for r in (*self._books.all.values(), *in_flight))
+        return any(r.adapter == version for r in (*self._requests.all.values(), *in_flight))
 
     def reset_prefix_cache(self, *, tiers: bool = False) -> int:
         """Drop all cached prefixes, with `tiers` also stored ones; return the number of blocks."""
@@ -301,7 +307,7 @@ class Scheduler:
     def schedule(self, grant: Grant = UNLIMITED, now: float = 0.0) -> BatchPlan:
         """Plan the next step; every plan must be passed to `update`, in order."""
         self._num_plans += 1
-        building = PlanBuilder(self._num_plans, now)
+        builder = PlanBuilder(self._num_plans, now)
         if not self._may_admit:
             grant = grant._replace(admit_new=False)
         budget = StepBudget(self._planner.max_tokens, grant)
@@ -310,16 +316,16 @@ class Scheduler:
             # compiled within its turn, since compiling may be what crashes the engine.
             if not any(entry.requests for entry in self._in_flight):
                 suspect = self._isolation.begin()
-                answer = self._books.compile(suspect)
+                answer = self._requests.compile(suspect)
                 if answer is not None:
                     self._refused.setdefault(suspect.front_end, []).append(answer)
         else:
-            self._planner.plan(building, budget, self._num_passed_over)
+            self._planner.plan(builder, budget, self._num_passed_over)
         if self._speculator is not None:
             headroom = self._planner.headroom
-            self._speculator.propose(building, budget, self._kv, self._fairness, headroom=headroom)
-        self._num_passed_over = len(self._books.waiting)
-        plan, requests = building.seal()
+            self._speculator.propose(builder, budget, self._kv, self._fairness, headroom=headroom)
+        self._num_passed_over = len(self._requests.waiting)
+        plan, requests = builder.seal()
         self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
         return plan
 
@@ -328,14 +334,14 @@ class Scheduler:
         entry = self._in_flight[0]
         assert plan is entry.plan, "results have to come in the order of the plans"
         outputs, self._refused = self._refused, {}
-        self._take(entry, result, outputs, now)
+        self._process(entry, result, outputs, now)
         self._observe(entry, result, now)
         self._in_flight.popleft()
         if self._isolation.current is not None:
             self._isolation.landed(entry.requests, plan.samples)
         return outputs
 
-    def _take(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
+    def _process(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
         """Add the outputs of a plan's result to `outputs`."""
         plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
@@ -368,14 +374,14 @@ class Scheduler:
                 if computed >= table.next_commit or (slides and computed >= table.next_release):
                     self._settle_blocks(request, computed)
                 if stalled:
-                    output = self._books.stall(request, result.grammar_stalls[request.slot], now)
+                    output = self._requests.stall(request, result.grammar_stalls[request.slot], now)
                 if output is not None:
                     step_tokens += len(output.token_ids)
                     outputs.setdefault(request.front_end, []).append(output)
                     if output.finish_reason is not None:
-                        self._books.retire(request)
+                        self._requests.retire(request)
             if request.status is not running:
-                self._books.release_when_idle(request)
+                self._requests.release_when_idle(request)
         if requests:
             self.counters.count_step(step_tokens)
 
@@ -395,7 +401,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens += accepted
         else:  # preempted: everything will be recomputed
-            self._books.requeue_tokens(request, accepted)
+            self._requests.requeue_tokens(request, accepted)
 
     def _accept(
         self,
@@ -436,7 +442,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything is leaked, wrongly shared or miscounted."""
-        known = {id(r): r for r in self._books.all.values()}
+        known = {id(r): r for r in self._requests.all.values()}
         known |= {id(r): r for entry in self._in_flight for r in entry.requests}
-        self._books.check_integrity(known)
+        self._requests.check_integrity(known)
         assert all(r.num_steps_in_flight > 0 for r in known.values() if r.num_proposed_tokens)

@@ -70,22 +70,22 @@ class PrefillQuota:
         self._taken: dict[int, int] = {}
         self._total = 0
 
-    def left(self, tenant: int, wanted: int) -> int:
-        """Return how many of the `wanted` prompt tokens a tenant can have."""
+    def available(self, tenant: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` prompt tokens a tenant can have."""
         taken = self._taken.get(tenant, 0)
         room, piece = self._limit - taken, self._together - self._total
         others_took = self._total > taken
         if tenant in self._credit:
             room = min(room, self._credit[tenant] - self._mixed_cost - taken)
-            if wanted > room and (room < self._mixed_cost or others_took):
+            if num_tokens > room and (room < self._mixed_cost or others_took):
                 return 0
-        if wanted > piece and others_took:
+        if num_tokens > piece and others_took:
             return 0
-        return max(0, min(wanted, room, piece))
+        return max(0, min(num_tokens, room, piece))
 
-    def take(self, tenant: int, wanted: int) -> int:
-        """Reserve what `left` returns for a tenant; return the number of tokens."""
-        count = self.left(tenant, wanted)
+    def take(self, tenant: int, num_tokens: int) -> int:
+        """Reserve what `available` returns for a tenant; return the number of tokens."""
+        count = self.available(tenant, num_tokens)
         if count:
             self._taken[tenant] = self._taken.get(tenant, 0) + count
             self._total += count
@@ -116,7 +116,7 @@ class Shares:
         """Prompt-token credit by tenant; absent tenants have the maximum."""
         self._mixed_cost = 0
         self._together = sys.maxsize
-        self._beside_decodes = True
+        self._has_decodes = True
         self._mixing: set[int] = set()
         """Tenants with prompt tokens in this step, already charged the fixed cost."""
 
@@ -138,13 +138,13 @@ class Shares:
         """Return whether any request of the tenant runs."""
         return tenant in self._running
 
-    def come(self, tenant: int) -> None:
+    def add(self, tenant: int) -> None:
         """Add a request that has arrived."""
         if tenant not in self._present:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
         add_one(self._present, tenant)
 
-    def leave(self, tenant: int) -> None:
+    def remove(self, tenant: int) -> None:
         """Remove a request that has ended."""
         take_one(self._present, tenant)
         if len(self._served) > 2 * len(self._present) + _MAX_ABSENT:
@@ -175,7 +175,7 @@ class Shares:
         if not self._guarded:
             return
         credit = self._credit.get(tenant, self._max_prefill)
-        if not self._beside_decodes:
+        if not self._has_decodes:
             self._credit[tenant] = max(credit - tokens, min(credit, 0))
             return
         if tenant not in self._mixing:
@@ -189,7 +189,7 @@ class Shares:
             return PrefillQuota(sys.maxsize)
         if not by_credit:
             return PrefillQuota(self._max_prefill)
-        if not self._beside_decodes:
+        if not self._has_decodes:
             return PrefillQuota(self._max_prefill, dict.fromkeys(self._credit, sys.maxsize))
         together = self._together if self.contended else sys.maxsize
         return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost, together)
@@ -208,7 +208,7 @@ class Shares:
             mixed_cost: fixed cost of having any prompt tokens in this step, in tokens.
             together: maximum prompt tokens of all tenants in this step, if contended.
         """
-        self._beside_decodes = True
+        self._has_decodes = True
         self._together = together
         # The maximum credit must exceed this cost, however low it is.
         self._mixed_cost = min(mixed_cost, self._max_prefill // 4)
@@ -231,7 +231,7 @@ class Shares:
         Prompts then need no credit, but use up any positive credit. One that must be split still
         waits for those of others if its tenant is in debt.
         """
-        self._beside_decodes = False
+        self._has_decodes = False
 
     def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
         """Compare the counts with all requests, and with those that run.

@@ -4,10 +4,10 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from engine.batch.batch import TO_BE_DRAFTED
+from engine.batch.batch import DRAFT_PLACEHOLDER
 from engine.batch.executor import ExecutorInfo
 from engine.scheduler.admission import StepBudget
-from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices
+from engine.scheduler.draft_lengths import Candidate, DraftLengths, Prices
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.kv_cache import KVCacheManager
 from engine.scheduler.plan_builder import PlanBuilder
@@ -123,7 +123,7 @@ class Speculator:
             end = start + len(proposed)
             wants_blocks = end > table.capacity and not plan.short_of_blocks
             if wants_blocks and kv.try_grow(table, end, headroom=headroom):
-                plan.tell_blocks(request)
+                plan.add_blocks(request)
             proposed = proposed[: table.capacity - start]
             if proposed:
                 proposed = proposed[: fairness.drafts(request, len(proposed))]
@@ -132,38 +132,38 @@ class Speculator:
                 request.num_proposed_tokens = len(proposed)
                 plan.proposed[request.id] = proposed
 
-    def _chosen(self, plan: PlanBuilder, most: int) -> list[tuple[Request, list[int]]]:
-        """Return the requests that get drafts of at most `most` tokens, with the drafts."""
+    def _chosen(self, plan: PlanBuilder, limit: int) -> list[tuple[Request, list[int]]]:
+        """Return the requests that get drafts of at most `limit` tokens, with the drafts."""
         decodes = len(plan.decodes)
-        offers = [
+        candidates = [
             (request, proposed)
             for request in plan.decodes
             # With more pending tokens, the newest token is unknown.
-            if request.num_pending_tokens == 1 and (proposed := self._propose(request, most))
+            if request.num_pending_tokens == 1 and (proposed := self._propose(request, limit))
         ]
-        if not offers:
+        if not candidates:
             return []
         if decodes > self._max_decodes:
-            self._counters.spec_skipped += len(offers)
+            self._counters.spec_skipped += len(candidates)
             return []
         lengths = self._lengths.decide(
-            decodes, [Offer(request.id, len(proposed)) for request, proposed in offers]
+            decodes, [Candidate(request.id, len(proposed)) for request, proposed in candidates]
         )
         self._counters.spec_skipped += lengths.count(0)
         return [
             (request, proposed[:length])
-            for (request, proposed), length in zip(offers, lengths, strict=True)
+            for (request, proposed), length in zip(candidates, lengths, strict=True)
             if length
         ]
 
-    def _propose(self, request: Request, most: int) -> list[int]:
-        """Return up to `most` draft tokens, ending with the first stop token."""
+    def _propose(self, request: Request, limit: int) -> list[int]:
+        """Return up to `limit` draft tokens, ending with the first stop token."""
         room = request.max_total_tokens - request.num_computed_tokens - 1
-        count = min(most, room, self._max)
+        count = min(limit, room, self._max)
         if count <= 0:
             return []
         if self._drafts_later:
-            return [TO_BE_DRAFTED] * count
+            return [DRAFT_PLACEHOLDER] * count
         index = self._ngrams.get(request.id)
         if index is None:
             index = self._ngrams[request.id] = NgramIndex(*self._lookup)

@@ -74,16 +74,16 @@ class StepCosts:
         if prefill_tokens and (rows or prefill_tokens >= _MIN_PREFILL):
             if not self._row_seconds:
                 return
-            alone = self.base + rows
-            beyond = seconds / self._row_seconds - alone
+            decode_cost = self.base + rows
+            beyond = seconds / self._row_seconds - decode_cost
             if prefill_tokens >= _MIN_PREFILL:
-                least, most = self.prefill / _OUTLIER, self.prefill * _OUTLIER
+                minimum, maximum = self.prefill / _OUTLIER, self.prefill * _OUTLIER
                 if rows:  # `mixed` may be outdated: attribute at least half to the tokens
                     beyond = max(beyond - self.mixed, beyond / 2)
-                sample = min(max(beyond / prefill_tokens, least), most)
+                sample = min(max(beyond / prefill_tokens, minimum), maximum)
                 self.prefill += (sample - self.prefill) / _SMOOTHING
             else:
-                sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), alone)
+                sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), decode_cost)
                 self.mixed += (sample - self.mixed) / _SMOOTHING
         elif rows:
             self._observe_decodes(rows, seconds)

@@ -16,11 +16,11 @@ def _arrival(request: Request) -> int:
     return request.arrival
 
 
-_Place = tuple[float, int, int]
+_OrderKey = tuple[float, int, int]
 """Tenant's work counter when last read, arrival of its first request, tenant id."""
 
 
-class _Line:
+class _TenantQueue:
     """Waiting requests of one priority and tenant, in order of arrival.
 
     Sequences of one client request form a group. Groups are ordered by their first sequences, so
@@ -36,21 +36,21 @@ class _Line:
         return bool(self._order)
 
     def __iter__(self) -> Iterator[Request]:
-        begun: list[tuple[int, int, int]] = []  # arrival, group, index of the next sequence
+        started: list[tuple[int, int, int]] = []  # arrival, group, index of the next sequence
         for arrival, group in self._order:
-            while begun and begun[0][0] < arrival:
-                yield self._next(begun)
-            heapq.heappush(begun, (arrival, group, 0))
-        while begun:
-            yield self._next(begun)
+            while started and started[0][0] < arrival:
+                yield self._next(started)
+            heapq.heappush(started, (arrival, group, 0))
+        while started:
+            yield self._next(started)
 
-    def _next(self, begun: list[tuple[int, int, int]]) -> Request:
-        _, group, index = begun[0]
+    def _next(self, started: list[tuple[int, int, int]]) -> Request:
+        _, group, index = started[0]
         requests = self._groups[group]
         if index + 1 < len(requests):
-            heapq.heapreplace(begun, (requests[index + 1].arrival, group, index + 1))
+            heapq.heapreplace(started, (requests[index + 1].arrival, group, index + 1))
         else:
-            heapq.heappop(begun)
+            heapq.heappop(started)
         return requests[index]
 
     @property
@@ -58,17 +58,19 @@ class _Line:
         """Arrival of the first request."""
         return self._order[0][0]
 
-    def first(self, passed: Collection[int] = (), adapters: Collection[str] = ()) -> Request | None:
-        """Return the first request that is in no `passed` group and uses none of `adapters`."""
+    def first(
+        self, skipped: Collection[int] = (), adapters: Collection[str] = ()
+    ) -> Request | None:
+        """Return the first request that is in no `skipped` group and uses none of `adapters`."""
         for _, group in self._order:
-            if group not in passed and (request := self._groups[group][0]).adapter not in adapters:
+            if group not in skipped and (request := self._groups[group][0]).adapter not in adapters:
                 return request
         return None
 
     def add(self, request: Request) -> None:
         requests = self._groups.setdefault(request.group, [])
         if requests and requests[0].arrival > request.arrival:
-            self._take_out(requests[0])
+            self._remove_group(requests[0])
         insort(requests, request, key=_arrival)
         if requests[0] is request:
             insort(self._order, (request.arrival, request.group))
@@ -78,18 +80,18 @@ class _Line:
         index = bisect_left(requests, request.arrival, key=_arrival)
         assert requests[index] is request
         if index == 0:
-            self._take_out(request)
+            self._remove_group(request)
         del requests[index]
         if not requests:
             del self._groups[request.group]
         elif index == 0:
             insort(self._order, (requests[0].arrival, request.group))
 
-    def _take_out(self, first: Request) -> None:
+    def _remove_group(self, first: Request) -> None:
         del self._order[bisect_left(self._order, (first.arrival, first.group))]
 
 
-class _Level:
+class _PriorityLevel:
     """Waiting requests of one priority.
 
     Tenants are ordered by their work counters when last read. Since counters only grow, outdated
@@ -98,72 +100,72 @@ class _Level:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._lines: dict[int, _Line] = {}
-        self._order: list[_Place] = []
-        self._place_of: dict[int, _Place] = {}
+        self._queues: dict[int, _TenantQueue] = {}
+        self._order: list[_OrderKey] = []
+        self._key_of: dict[int, _OrderKey] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._queues)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield requests in the order of admission if each were computed in turn."""
-        if len(self._lines) == 1:
-            for line in self._lines.values():
-                yield from line
+        if len(self._queues) == 1:
+            for queue in self._queues.values():
+                yield from queue
             return
-        rest = {tenant: iter(line) for tenant, line in self._lines.items()}
+        rests = {tenant: iter(queue) for tenant, queue in self._queues.items()}
         heads = [
             (self._shares.served(tenant), first.arrival, tenant, first)
-            for tenant, line in rest.items()
-            for first in [next(line)]
+            for tenant, queue in rests.items()
+            for first in [next(queue)]
         ]
         heapq.heapify(heads)
         while heads:
             served, _, tenant, request = heads[0]
             yield request
-            follower = next(rest[tenant], None)
-            if follower is not None:
+            successor = next(rests[tenant], None)
+            if successor is not None:
                 after = served + request.queued_tokens
-                heapq.heapreplace(heads, (after, follower.arrival, tenant, follower))
+                heapq.heapreplace(heads, (after, successor.arrival, tenant, successor))
             else:
                 heapq.heappop(heads)
 
     def add(self, request: Request) -> None:
-        line = self._lines.setdefault(request.tenant, _Line())
-        is_new = not line
-        line.add(request)
+        queue = self._queues.setdefault(request.tenant, _TenantQueue())
+        is_new = not queue
+        queue.add(request)
         if is_new:
-            self._place(request.tenant)
+            self._insert(request.tenant)
 
     def remove(self, request: Request) -> None:
         tenant = request.tenant
-        line = self._lines[tenant]
-        line.remove(request)
-        if not line:
-            del self._lines[tenant]
-            del self._order[bisect_left(self._order, self._place_of.pop(tenant))]
+        queue = self._queues[tenant]
+        queue.remove(request)
+        if not queue:
+            del self._queues[tenant]
+            del self._order[bisect_left(self._order, self._key_of.pop(tenant))]
 
     def first(
-        self, passed: Collection[int], groups: Collection[int], adapters: Collection[str]
+        self, skipped: Collection[int], groups: Collection[int], adapters: Collection[str]
     ) -> Request | None:
         order, index = self._order, 0
         while index < len(order):
             served, _, tenant = order[index]
-            if tenant in passed:
+            if tenant in skipped:
                 index += 1
             elif served != self._shares.served(tenant):
                 del order[index]
-                self._place(tenant)
-            elif (request := self._lines[tenant].first(groups, adapters)) is not None:
+                self._insert(tenant)
+            elif (request := self._queues[tenant].first(groups, adapters)) is not None:
                 return request
             else:
                 index += 1
         return None
 
-    def _place(self, tenant: int) -> None:
-        place = self._shares.served(tenant), self._lines[tenant].first_arrival, tenant
-        self._place_of[tenant] = place
-        insort(self._order, place)
+    def _insert(self, tenant: int) -> None:
+        key = self._shares.served(tenant), self._queues[tenant].first_arrival, tenant
+        self._key_of[tenant] = key
+        insort(self._order, key)
 
 
 class WaitingQueue:
@@ -174,7 +176,7 @@ class WaitingQueue:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._levels: dict[int, _Level] = {}
+        self._levels: dict[int, _PriorityLevel] = {}
         self._priorities: list[int] = []
         self._size = 0
         self.adapters: dict[str, int] = {}
@@ -192,7 +194,7 @@ class WaitingQueue:
         """Queue a new request, or a preempted one at its former place: first of its tenant."""
         level = self._levels.get(request.priority)
         if level is None:
-            level = self._levels[request.priority] = _Level(self._shares)
+            level = self._levels[request.priority] = _PriorityLevel(self._shares)
             insort(self._priorities, request.priority)
         level.add(request)
         self._size += 1
@@ -201,7 +203,7 @@ class WaitingQueue:
 
     def first(
         self,
-        passed: Collection[int] = (),
+        skipped: Collection[int] = (),
         groups: Collection[int] = (),
         adapters: Collection[str] = (),
     ) -> Request | None:
@@ -211,7 +213,7 @@ class WaitingQueue:
         """
         if not self._priorities:
             return None
-        return self._levels[self._priorities[0]].first(passed, groups, adapters)
+        return self._levels[self._priorities[0]].first(skipped, groups, adapters)
 
     def remove(self, request: Request) -> None:
         """Remove a request."""

@@ -77,9 +77,9 @@ class ClusterKeys:
         except (InsecureCluster, OSError) as error:
             logger.error("cluster keys stay as they were: %s", error)
             return []
-        gone = sum(pair not in self.accepted for pair in before)
+        removed = sum(pair not in self.accepted for pair in before)
         logger.info("cluster keys were read again: their files have changed")
-        if gone and self.are_exchanged:
+        if removed and self.are_exchanged:
             logger.warning("the old cluster key is accepted until this process ends")
         return [pair for pair in self.accepted if pair not in before]
 

@@ -145,11 +145,11 @@ class FairExecutor:
             self._start_thread(self._work, *found)
 
     def _work(self, tenant: Hashable, work: Callable[[], None]) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             work()
         finally:
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started_at
             with self._lock:
                 self._queue.finish(tenant, seconds)
                 self._start()

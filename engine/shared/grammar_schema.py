@@ -140,12 +140,12 @@ class _Preparation:
         properties = dict(schema["properties"])
         names = list(properties)
         kept: dict[str, Any] = {}
-        for pattern, wanted in schema["patternProperties"].items():
+        for pattern, pattern_schema in schema["patternProperties"].items():
             matched = keys_of(pattern, names)
             if matched is None:
-                kept[pattern] = wanted
+                kept[pattern] = pattern_schema
             for name in matched or ():
-                properties[name] = _both(properties[name], wanted)
+                properties[name] = _both(properties[name], pattern_schema)
         return {**schema, "properties": properties, "patternProperties": kept}
 
 

@@ -23,7 +23,7 @@ from engine.shared.matchers import (
     grammar_error,
     literal,
     new_matcher,
-    told_briefly,
+    shortened_message,
 )
 from engine.shared.messages import (
     ChoiceGrammar,
@@ -200,7 +200,7 @@ def check_grammar(spec: GrammarSpec, special_tokens: tuple[str, ...] = ()) -> st
     try:
         text = grammar_text(spec)
     except ValueError as error:  # the library raises it too
-        return told_briefly(str(error))
+        return shortened_message(str(error))
     except RecursionError:
         return "the grammar is nested too deeply"
     return grammar_error(new_matcher(byte_tokenizer(special_tokens), text))

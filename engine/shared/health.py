@@ -34,7 +34,7 @@ class Health:
         clock: Callable[[], float] = time.monotonic,
         may_wait: Callable[[float], bool] = lambda now: False,
     ) -> None:
-        """Report a stall after `stall_timeout` seconds without `turn`.
+        """Report a stall after `stall_timeout` seconds without `record_iteration`.
 
         Args:
             may_wait: returns whether at that time the loop waits for something that can take longer
@@ -44,11 +44,11 @@ class Health:
         self._stall_timeout = stall_timeout
         self._clock = clock
         self._may_wait = may_wait
-        self._last_turn = clock()
+        self._last_iteration_at = clock()
 
     def ready(self) -> None:
-        """Mark the process as serving; its loop has to call `turn` from here on."""
-        self.turn()
+        """Mark the process as serving; its loop has to call `record_iteration` from here on."""
+        self.record_iteration()
         if self.phase == "starting":  # draining can begin earlier
             self.phase = "ready"
 
@@ -56,9 +56,9 @@ class Health:
         """Mark the process as draining: it accepts no new work."""
         self.phase = "draining"
 
-    def turn(self) -> None:
+    def record_iteration(self) -> None:
         """Record an iteration of the main loop."""
-        self._last_turn = self._clock()
+        self._last_iteration_at = self._clock()
 
     def answer(self, path: str) -> HealthStatus:
         """Return the response to GET `path`.
@@ -67,7 +67,7 @@ class Health:
         limits the duration of startup. /ready is 200 while the process accepts work.
         """
         now = self._clock()
-        late = self.phase != "starting" and now - self._last_turn > self._stall_timeout
+        late = self.phase != "starting" and now - self._last_iteration_at > self._stall_timeout
         stalled = late and not self._may_wait(now)
         match path:
             case "/health":

@@ -20,17 +20,17 @@ import msgspec
 
 from engine.shared.messages import (
     ChildFailed,
+    ChildHeartbeat,
     ChildProgress,
     ChildReady,
     ChildStatus,
-    ChildTurn,
 )
 
 logger = logging.getLogger(__name__)
 
 LIFELINE_VARIABLE = "SWELL_LIFELINE_FD"
-TURN_INTERVAL = 1.0
-"""Seconds between two `turn` messages of a main loop."""
+CHILD_HEARTBEAT_INTERVAL = 1.0
+"""Seconds between two heartbeats of a main loop."""
 
 ORPHAN_GRACE = 3.0
 """Seconds for a child's orderly shutdown after its supervisor has died."""
@@ -128,11 +128,11 @@ class Lifeline:
         """Report why the child cannot start."""
         self._report(ChildFailed(reason))
 
-    def turn(self) -> None:
-        """Report an iteration of the main loop; never blocks on a supervisor that does not read."""
+    def heartbeat(self) -> None:
+        """Report that the main loop runs; never blocks on a supervisor that does not read."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection.send(pack_frame(ChildTurn()), socket.MSG_DONTWAIT)
+                self._connection.send(pack_frame(ChildHeartbeat()), socket.MSG_DONTWAIT)
 
     def _report(self, status: ChildStatus) -> None:
         if self._connection is None:

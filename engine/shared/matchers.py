@@ -69,7 +69,7 @@ def grammar_error(matcher: "LLMatcher") -> str | None:
         )
     if not begun.is_error() and len(begun.compute_ff_bytes()) > MAX_GRAMMAR_SIZE:
         return f"the grammar leaves no choice for more than {MAX_GRAMMAR_SIZE} characters"
-    return told_briefly(begun.get_error()) if begun.is_error() else None
+    return shortened_message(begun.get_error()) if begun.is_error() else None
 
 
 def _mask_seconds(matcher: "LLMatcher") -> float:
@@ -109,7 +109,7 @@ def leads_nowhere(message: str) -> bool:
     return "NoExtension" in message
 
 
-def told_briefly(message: str) -> str:
+def shortened_message(message: str) -> str:
     """Shorten a library message, which can quote whole grammars, to one short line."""
     if leads_nowhere(message):
         return NOTHING_FITS
@@ -132,7 +132,7 @@ class Expression:
     def __init__(self, pattern: str) -> None:
         self._matcher = _matcher(f"/{_in_lark(pattern)}/")
         if self._matcher.is_error():
-            raise ValueError(told_briefly(self._matcher.get_error()))
+            raise ValueError(shortened_message(self._matcher.get_error()))
 
     def matches(self, text: str) -> bool:
         """Return whether the expression matches the entire text (about 50 ns per byte)."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from engine.shared.group_config import stated_in
 from engine.shared.messages import (
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     CoordinatorReply,
     Draining,
     EngineSetup,
@@ -19,7 +20,6 @@ from engine.shared.messages import (
     GroupStatus,
     Heartbeat,
     HeartbeatAck,
-    HeldAdapter,
     Hello,
     MemberKind,
     MemberMessage,
@@ -103,9 +103,9 @@ class Membership:
         self._is_ready = False
         self._is_draining = False
         self._group_status: GroupStatus | None = None
-        self._held: list[HeldAdapter] = []
-        self.adapters: AdapterSheet | None = None
-        """Newest known adapter sheet, sent to a coordinator that has restarted."""
+        self._held: list[AdapterLoadResult] = []
+        self.adapters: AdapterTable | None = None
+        """Newest known adapter table, sent to a coordinator that has restarted."""
         self.fleet: FleetOrder | None = None
         """Newest known fleet order, sent likewise."""
         self._joined_once = False
@@ -134,7 +134,7 @@ class Membership:
         self._group_status = group_status
         self._next_send = float("-inf")
 
-    def set_adapters(self, held: list[HeldAdapter]) -> None:
+    def set_adapters(self, held: list[AdapterLoadResult]) -> None:
         """Set the states of the member's adapters; sent at the next tick."""
         self._held = held
         self._next_send = float("-inf")

@@ -8,7 +8,7 @@ Files that processes map are in memory (`NodeDirectory.share`): the directory ha
 descriptors of its owner. On a full disk, mapped files would kill their readers with SIGBUS.
 
 Other cleanup programs ignore locks. The owner restores removed links and directories; sockets are
-bound again by their owners (`engine.shared.transport.Transport.mend`).
+bound again by their owners (`engine.shared.transport.Transport.maintain`).
 """
 
 import contextlib

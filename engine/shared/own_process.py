@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 NEARLY = 0.8
 """Share of the descriptor limit above which a process warns."""
 
-LOOK_INTERVAL = 1.0
+REFRESH_INTERVAL = 1.0
 """Seconds between two counts."""
 
 
@@ -61,14 +61,14 @@ class DescriptorWatch:
 
     def __init__(self) -> None:
         self.newest: Descriptors | None = None
-        self._look_at = float("-inf")
+        self._refresh_at = float("-inf")
         self._warned = False
 
-    def look(self, now: float) -> bool:
+    def refresh(self, now: float) -> bool:
         """Count, at most once per interval; return whether it counted."""
-        if now < self._look_at:
+        if now < self._refresh_at:
             return False
-        self._look_at = now + LOOK_INTERVAL
+        self._refresh_at = now + REFRESH_INTERVAL
         self.newest = descriptors()
         scarce = self.newest is not None and self.newest.are_scarce
         if scarce and not self._warned and self.newest is not None:

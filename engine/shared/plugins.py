@@ -18,11 +18,11 @@ def offered(group: str) -> list[str]:
     return sorted({each.name for each in entry_points(group=group)})
 
 
-def load_plugin(group: str, name: str, asked_by: str, use: Callable[[Any], T]) -> T:
+def load_plugin(group: str, name: str, origin: str, use: Callable[[Any], T]) -> T:
     """Load an entry point, and return `use` applied to it.
 
     Args:
-        asked_by: origin of the name, for errors: a flag, or a file.
+        origin: origin of the name, for errors: a flag, or a file.
         use: exceptions it raises count as the plugin's.
 
     Raises:
@@ -32,12 +32,12 @@ def load_plugin(group: str, name: str, asked_by: str, use: Callable[[Any], T]) -
     if not found:
         known = ", ".join(offered(group)) or "none"
         raise BadPlugin(
-            f"{asked_by} {name}: no installed package has such an entry point in {group!r}; "
+            f"{origin} {name}: no installed package has such an entry point in {group!r}; "
             f"there are {known}"
         )
     if len(found) > 1:
         raise BadPlugin(
-            f"{asked_by} {name}: several entry points in {group!r} have this name: "
+            f"{origin} {name}: several entry points in {group!r} have this name: "
             + ", ".join(sorted(found))
         )
     [(value, entry)] = found.items()
@@ -46,7 +46,7 @@ def load_plugin(group: str, name: str, asked_by: str, use: Callable[[Any], T]) -
     except Exception as error:
         of = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
         raise BadPlugin(
-            f"{asked_by} {name}: the plugin {value}{of} cannot be used: "
+            f"{origin} {name}: the plugin {value}{of} cannot be used: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -69,5 +69,7 @@ def install_command(extra: str) -> str:
     except PackageNotFoundError:  # running from a source tree
         stated = []
     markers = (f'extra == "{extra}"', f"extra == '{extra}'")
-    wanted = [each.partition(";")[0].strip() for each in stated if each.endswith(markers)]
-    return shlex.join([sys.executable, "-m", "pip", "install", *(wanted or [f"swell[{extra}]"])])
+    requirements = [each.partition(";")[0].strip() for each in stated if each.endswith(markers)]
+    return shlex.join(
+        [sys.executable, "-m", "pip", "install", *(requirements or [f"swell[{extra}]"])]
+    )

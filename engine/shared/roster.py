@@ -47,19 +47,19 @@ class Roster(Generic[T]):
             for index, member in self.members.items()
             if index in listed and listed[index].incarnation != member.incarnation
         ]
-        gone = []
+        timed_out = []
         for index in self.members:
             if index in listed:
                 self._missing_since.pop(index, None)
             elif index in self._confirmed:
-                gone.append(index)
+                timed_out.append(index)
             else:
                 self._missing_since.setdefault(index, now)
         joined = [index for index in listed if index not in self.members] + replaced
-        self._forget(gone)
+        self._forget(timed_out)
         self.members.update(listed)
         self._confirmed = set(listed)
-        left = replaced + gone + self.expire(now)
+        left = replaced + timed_out + self.expire(now)
         return Change(joined, left)
 
     def expire(self, now: float) -> list[int]:

@@ -73,14 +73,14 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
         os.environ[_THREADS] = before
     gc.freeze()
     lifeline.ready("")
-    descriptors = _fork_when_asked(connection)
+    descriptors = _wait_for_fork_requests(connection)
     connection.close()
     lifeline.close()
     _become(descriptors)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _fork_when_asked(connection: socket.socket) -> Sequence[int]:
+def _wait_for_fork_requests(connection: socket.socket) -> Sequence[int]:
     """Fork on request until the socket is closed, then exit; in each fork return its
     descriptors."""
     while True:
@@ -107,7 +107,7 @@ def fork_orphan() -> int:
     The intermediate process exits immediately, so that the kernel reparents its child to the
     nearest subreaper.
     """
-    told, tells = os.pipe()
+    reader, writer = os.pipe()
     try:
         between = os.fork()
         if not between:
@@ -115,17 +115,17 @@ def fork_orphan() -> int:
             pid = _fork_or_end()
             if not pid:
                 return 0
-            os.write(tells, b"%d" % pid)
+            os.write(writer, b"%d" % pid)
             os._exit(0)
         os.waitpid(between, 0)
-        os.set_blocking(told, False)
+        os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError):
-            return int(os.read(told, 32))
+            return int(os.read(reader, 32))
     except OSError:
         pass
     finally:
-        os.close(told)
-        os.close(tells)
+        os.close(reader)
+        os.close(writer)
     return -1
 
 

@@ -256,14 +256,14 @@ class Transport:
             self._bound.append((Path(address.removeprefix("ipc://")), address, socket))
         return socket
 
-    def mend(self) -> None:
+    def maintain(self) -> None:
         """Rebind local sockets whose files were removed, and accept added cluster keys; call
         periodically.
 
         Existing connections survive without the file, but new peers cannot connect. The sockets
         must belong to the calling thread.
         """
-        self._descriptors.look(time.monotonic())
+        self._descriptors.refresh(time.monotonic())
         self._accept_new_keys()
         self._bound = [each for each in self._bound if not each[2].closed]
         for path, address, socket in self._bound:
@@ -280,7 +280,7 @@ class Transport:
 
     @property
     def descriptors(self) -> Descriptors | None:
-        """Descriptors of this process at the last `mend` or `connect`."""
+        """Descriptors of this process at the last `maintain` or `connect`."""
         return self._descriptors.newest
 
     def _accept_new_keys(self) -> None:
@@ -306,7 +306,7 @@ class Transport:
         Args:
             largest: as for `bind`.
         """
-        self._descriptors.look(time.monotonic())
+        self._descriptors.refresh(time.monotonic())
         self._accept_new_keys()
         socket = self._socket(kind, address, binder=False, largest=largest)
         if identity is not None:

@@ -20,5 +20,5 @@ OUTPUTS_IN_FRAMES = 4
 
 def next_protocol(refused: int) -> int:
     """Return the protocol to try with a coordinator that has refused one."""
-    place = SPOKEN_PROTOCOLS.index(refused) + 1
-    return SPOKEN_PROTOCOLS[place % len(SPOKEN_PROTOCOLS)]
+    index = SPOKEN_PROTOCOLS.index(refused) + 1
+    return SPOKEN_PROTOCOLS[index % len(SPOKEN_PROTOCOLS)]

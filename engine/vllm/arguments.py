@@ -24,7 +24,7 @@ MAPPED = {
 }  # fmt: skip
 """vLLM's argument names by setting; a setting at its default is not passed to vLLM."""
 
-_OURS = frozenset({
+_BACKEND_INDEPENDENT = frozenset({
     "served_model_name", "generation_config", "override_generation_config", "chat_template",
     "default_chat_template_kwargs",
     "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
@@ -32,7 +32,7 @@ _OURS = frozenset({
 })  # fmt: skip
 """Settings that apply to every engine backend, or that are validated separately."""
 
-_OWN = frozenset({"disable_log_stats", "data_parallel_size", "distributed_executor_backend"})
+_RESERVED = frozenset({"disable_log_stats", "data_parallel_size", "distributed_executor_backend"})
 """vLLM arguments that cannot be set in --engine-args."""
 
 _PARALLEL = ("nnodes", "enable_eplb", "pipeline_layer_partition")
@@ -53,8 +53,8 @@ def check_settings(config: EngineConfig) -> None:
         )
     sections: tuple[Section, ...] = (config.model, config.cache, config.scheduler,
                                      config.executor, config.lora)  # fmt: skip
-    heeded = _OURS | set(MAPPED)
-    names = [each for section in sections for each in _changed(section) if each not in heeded]
+    supported = _BACKEND_INDEPENDENT | set(MAPPED)
+    names = [each for section in sections for each in _changed(section) if each not in supported]
     names += [name for name in _changed(config.parallel) if name in _PARALLEL]
     if names:
         flag = "--" + names[0].replace("_", "-")
@@ -80,28 +80,28 @@ def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, A
     arguments["limit_mm_per_prompt"] = {"image": config.model.max_images, "video": 0, "audio": 0}
     if config.parallel.enable_expert_parallel:
         arguments["enable_expert_parallel"] = True
-    for name, value in _given(config.executor.engine_args).items():
-        if name in _OWN or name in MAPPED.values():
-            ours = next((each for each, theirs in MAPPED.items() if theirs == name), name)
-            raise ValueError(f"--engine-args: {name}: use --{ours.replace('_', '-')}")
+    for name, value in _parse_engine_args(config.executor.engine_args).items():
+        if name in _RESERVED or name in MAPPED.values():
+            setting = next((each for each, argument in MAPPED.items() if argument == name), name)
+            raise ValueError(f"--engine-args: {name}: use --{setting.replace('_', '-')}")
         if name not in known:
             raise ValueError(f"--engine-args: this version of vLLM has no argument {name!r}")
         arguments[name] = value
     return arguments
 
 
-def _given(text: str) -> dict[str, Any]:
+def _parse_engine_args(text: str) -> dict[str, Any]:
     try:
         is_file = Path(text).is_file()
     except OSError:  # too long for a path
         is_file = False
     try:
-        given = yaml.safe_load(Path(text).read_text() if is_file else text)
+        arguments = yaml.safe_load(Path(text).read_text() if is_file else text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--engine-args is neither YAML nor JSON: {error}") from error
-    if not isinstance(given or {}, dict):
+    if not isinstance(arguments or {}, dict):
         raise ValueError("--engine-args has to be an object of vLLM's arguments")
-    return {str(name).replace("-", "_"): value for name, value in (given or {}).items()}
+    return {str(name).replace("-", "_"): value for name, value in (arguments or {}).items()}
 
 
 def _changed(section: Section) -> dict[str, Any]:

@@ -44,12 +44,12 @@ from engine.shared.messages import (
     ASLEEP_TAGS,
     AbortRequests,
     AddRequest,
+    ApplyAdapterTable,
     EngineCounters,
     EngineSetup,
     EngineStats,
     FleetOrder,
-    HoldAdapters,
-    KvBlocksWanted,
+    KvBlocksQuery,
     PauseMode,
     RequestOutput,
     SleepMode,
@@ -219,7 +219,7 @@ class VllmCore:
             self._front_ends.received(),
             self._counters.snapshot(),
             halted=self._is_halted,
-            alone=self._alone,
+            exclusive_request=self._alone,
             hands_over=self.halting.hands_over,
             sleep_level=self.halting.sleep_level,
             weight_version=self.weights.version,
@@ -251,7 +251,7 @@ class VllmCore:
                 self._clock.start_ordered(event)
             case Rejoined(wave):
                 self._clock.welcomed(wave)
-            case HoldAdapters() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksWanted():
+            case ApplyAdapterTable() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksQuery():
                 pass  # not supported by vLLM engines
 
     def _add(self, message: AddRequest) -> None:
@@ -293,7 +293,7 @@ class VllmCore:
             return _failed(message, error)
         self._sequences[message.id] = Sequence(message, time.monotonic())
         self._uncomputed += message.num_tokens
-        if message.alone or self._alone or self._held:
+        if message.exclusive_steps or self._alone or self._held:
             self._held.append(wanted)
         else:
             self._begin(message, wanted)
@@ -507,10 +507,10 @@ class VllmCore:
             message = self._sequences[int(self._held[0].request_id)].message
             if self._alone not in (0, message.id):
                 break
-            if message.alone and not self._alone:
+            if message.exclusive_steps and not self._alone:
                 if len(self._sequences) > len(self._held) or self._core.batch_queue:
                     break
-                self._alone, self._alone_steps = message.id, message.alone
+                self._alone, self._alone_steps = message.id, message.exclusive_steps
             if self._alone and self._front_ends.told.alone != self._alone:
                 return True
             self._begin(message, self._held.popleft())

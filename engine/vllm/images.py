@@ -31,7 +31,7 @@ class ImagePreparation:
         self.takes_images: bool = self._budget.mm_limits.get("image", 0) > 0
         """Whether the model supports images and --limit-mm-per-prompt allows at least one."""
         self._thread = ThreadPoolExecutor(1, "images")
-        self._under_way: dict[int, Future[Any]] = {}
+        self._pending: dict[int, Future[Any]] = {}
         self._prompt: list[int] = []
         """vLLM's dummy prompt with one image, as input for its processor."""
         if self.takes_images:
@@ -43,15 +43,15 @@ class ImagePreparation:
     @property
     def is_busy(self) -> bool:
         """Whether any requests have not been returned by `done` yet."""
-        return bool(self._under_way)
+        return bool(self._pending)
 
     def begin(self, message: AddRequest, request: Any) -> None:
         """Start preparing the images of a message; `done` returns its `EngineCoreRequest`."""
-        self._under_way[message.id] = self._thread.submit(self._shown, message, request)
+        self._pending[message.id] = self._thread.submit(self._prepare, message, request)
 
     def forget(self, request_id: int) -> None:
         """Cancel the preparation of a request; idempotent."""
-        if (future := self._under_way.pop(request_id, None)) is not None:
+        if (future := self._pending.pop(request_id, None)) is not None:
             future.cancel()
 
     def done(self, *, idle: bool) -> list[tuple[int, "Future[Any]"]]:
@@ -60,52 +60,54 @@ class ImagePreparation:
         Args:
             idle: the engine has nothing else to compute, so wait briefly for the first one.
         """
-        ended = wait(self._under_way.values(), _PATIENCE if idle else 0, FIRST_COMPLETED).done
-        found = [(each, future) for each, future in self._under_way.items() if future in ended]
-        for request_id, _ in found:
-            del self._under_way[request_id]
-        return found
+        completed = wait(self._pending.values(), _PATIENCE if idle else 0, FIRST_COMPLETED).done
+        finished = [(each, future) for each, future in self._pending.items() if future in completed]
+        for request_id, _ in finished:
+            del self._pending[request_id]
+        return finished
 
     def close(self) -> None:
         """Stop the thread after the image it is preparing."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _shown(self, message: AddRequest, request: Any) -> Any:
-        found, before = [], 0
+    def _prepare(self, message: AddRequest, request: Any) -> Any:
+        features, previous_end = [], 0
         for image in message.encoder_inputs:
-            if image.position < before:
+            if image.position < previous_end:
                 raise ValueError("an image begins before the end of what is before it")
-            found.append(self._feature(image, message.prompt_token_ids))
-            before = image.position + image.num_tokens
-        request.mm_features = found
+            features.append(self._prepare_image(image, message.prompt_token_ids))
+            previous_end = image.position + image.num_tokens
+        request.mm_features = features
         return request
 
-    def _feature(self, image: EncoderInput, prompt: list[int]) -> Any:
+    def _prepare_image(self, image: EncoderInput, prompt: list[int]) -> Any:
         size = image.width, image.height
         if len(image.pixels) != 3 * image.width * image.height:
             raise ValueError(f"{len(image.pixels)} bytes are not those of {size} pixels")
         processor, digest = self._budget.processor, image.digest.hex()
-        shown = Image.frombytes("RGB", size, image.pixels)
-        made = processor(
+        picture = Image.frombytes("RGB", size, image.pixels)
+        processed = processor(
             list(self._prompt),
-            processor.info.parse_mm_data({"image": [shown]}),
+            processor.info.parse_mm_data({"image": [picture]}),
             mm_uuid_items={"image": [digest]},
             cache=self._budget.cache,
         )
-        [place] = made["mm_placeholders"]["image"]
-        shows = place.is_embed
-        if shows is None:
-            shows = torch.ones(place.length, dtype=torch.bool)
-        at = shows.nonzero().flatten().tolist()
+        [placeholder] = processed["mm_placeholders"]["image"]
+        is_embedding = placeholder.is_embed
+        if is_embedding is None:
+            is_embedding = torch.ones(placeholder.length, dtype=torch.bool)
+        at = is_embedding.nonzero().flatten().tolist()
         first, end = at[0], at[-1] + 1
         # The front end has already expanded the placeholders; they must match vLLM's.
-        wanted = made["prompt_token_ids"][place.offset + first : place.offset + end]
-        written = prompt[image.position : image.position + image.num_tokens]
-        if wanted != written:
+        expected = processed["prompt_token_ids"][
+            placeholder.offset + first : placeholder.offset + end
+        ]
+        actual = prompt[image.position : image.position + image.num_tokens]
+        if expected != actual:
             raise NotOffered(
                 "messages",
                 f"to vLLM's processor an image of {image.width} x {image.height} pixels is "
-                f"{len(wanted)} tokens, which are not the {len(written)} of the prompt",
+                f"{len(expected)} tokens, which are not the {len(actual)} of the prompt",
             )
         if len(at) > self._budget.encoder_cache_size:
             raise NotOffered(
@@ -114,9 +116,9 @@ class ImagePreparation:
                 f"{self._budget.encoder_cache_size}: raise --max-num-batched-tokens",
             )
         return MultiModalFeatureSpec(
-            data=made["mm_kwargs"]["image"][0],
+            data=processed["mm_kwargs"]["image"][0],
             modality="image",
             identifier=digest,
-            mm_position=PlaceholderRange(image.position, end - first, shows[first:end]),
-            mm_hash=made["mm_hashes"]["image"][0],
+            mm_position=PlaceholderRange(image.position, end - first, is_embedding[first:end]),
+            mm_hash=processed["mm_hashes"]["image"][0],
         )

@@ -120,8 +120,8 @@ def resume(request: Any, token_ids: list[int]) -> None:
 
 def continue_grammar(request: Any, token_ids: list[int]) -> None:
     """Advance the grammar of a vLLM request over earlier output tokens, once it is compiled."""
-    wanted = request.structured_output_request
-    if wanted is None or not token_ids:
+    structured_request = request.structured_output_request
+    if structured_request is None or not token_ids:
         return
     continued: Future[Any] = Future()
 
@@ -134,12 +134,12 @@ def continue_grammar(request: Any, token_ids: list[int]) -> None:
         except Exception as error:  # the scheduler fails the request with it
             continued.set_exception(error)
 
-    pending = wanted._grammar
+    pending = structured_request._grammar
     if not isinstance(pending, Future):
         compiled: Future[Any] = Future()
         compiled.set_result(pending)
         pending = compiled
-    wanted.grammar = continued
+    structured_request.grammar = continued
     pending.add_done_callback(advance)
 
 

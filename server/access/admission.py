@@ -29,7 +29,7 @@ from server.config import OverloadConfig, TenantConfig
 MAX_TENANTS = 1024
 """Maximum tenants that a front end reports: those with the most sequences."""
 
-SAY_INTERVAL = 0.05
+REPORT_INTERVAL = 0.05
 """Minimum seconds between checks for changes to report."""
 
 REPEAT_INTERVAL = 1.0
@@ -39,7 +39,7 @@ MAX_AGE = 10.0
 """Seconds for which the coordinator's sums are valid; it sends at least every three."""
 
 
-class TenantsElsewhere:
+class RemoteTenants:
     """Reports this front end's tenant usage to the coordinator, and knows that of other nodes.
 
     Args:
@@ -56,18 +56,18 @@ class TenantsElsewhere:
         self._used: dict[int, Totals] = {}
         self._used_at = float("-inf")
         self._is_counted = False
-        self._said: list[TenantUse] = []
+        self._last_report: list[TenantUse] = []
         self._repeat_at = float("-inf")
 
-    def seen(self, place: int, tenant: int) -> None:
+    def record(self, slot: int, tenant: int) -> None:
         """Record which tenant a place of the table belongs to."""
-        self._ids[place] = tenant
+        self._ids[slot] = tenant
 
-    def of(self, place: int, now: float) -> Totals:
+    def of(self, slot: int, now: float) -> Totals:
         """Return a place's usage on other nodes, at `now` (seconds, monotonic)."""
         if now - self._used_at > MAX_AGE:
             return NOTHING
-        return self._used.get(self._ids.get(place, -1), NOTHING)
+        return self._used.get(self._ids.get(slot, -1), NOTHING)
 
     def take(self, view: ClusterView, now: float) -> None:
         """Store the coordinator's newest view."""
@@ -86,17 +86,17 @@ class TenantsElsewhere:
         if not self._is_counted:
             return None
         uses = []
-        for place, tenant in list(self._ids.items()):
-            own = self._table.own(place)
+        for slot, tenant in list(self._ids.items()):
+            own = self._table.own(slot)
             if own == NOTHING:
-                del self._ids[place]
+                del self._ids[slot]
             else:
                 uses.append(TenantUse(self._table.name, tenant, own.requests, own.tokens))
         uses.sort(key=lambda use: (-use.sequences, use.tenant))
         del uses[MAX_TENANTS:]
-        if uses == self._said and now < self._repeat_at:
+        if uses == self._last_report and now < self._repeat_at:
             return None
-        self._said, self._repeat_at = uses, now + REPEAT_INTERVAL
+        self._last_report, self._repeat_at = uses, now + REPEAT_INTERVAL
         return TenantsInUse(self._front_end, self._incarnation, uses)
 
 
@@ -150,18 +150,18 @@ class DrainRate:
         """Return the seconds that `count` sequences take at the measured rate, of at least one."""
         if not self._samples:
             return 0.0
-        began, before = self._samples[0]
-        return count * (now - began) / max(1, ended - before)
+        started_at, before = self._samples[0]
+        return count * (now - started_at) / max(1, ended - before)
 
 
 class Reservation:
     """The reservation of one request; `release` must always be called."""
 
-    __slots__ = ("_admission", "_place", "_requests", "_tokens")
+    __slots__ = ("_admission", "_requests", "_slot", "_tokens")
 
-    def __init__(self, admission: "Admission", requests: int, tokens: int, place: int) -> None:
+    def __init__(self, admission: "Admission", requests: int, tokens: int, slot: int) -> None:
         self._admission = admission
-        self._place = place
+        self._slot = slot
         self._requests = requests
         self._tokens = tokens
 
@@ -175,9 +175,9 @@ class Reservation:
             return
         more = tokens - self._tokens
         if more > 0:
-            self._admission.grow(more, tokens, now, self._place)
+            self._admission.grow(more, tokens, now, self._slot)
         elif more < 0:
-            self._admission.table.add(0, more, self._place)
+            self._admission.table.add(0, more, self._slot)
         self._tokens = tokens
 
     def computed(self, tokens: int) -> None:
@@ -186,13 +186,13 @@ class Reservation:
             return
         tokens = min(tokens, self._tokens)
         self._tokens -= tokens
-        self._admission.table.add(0, -tokens, self._place)
+        self._admission.table.add(0, -tokens, self._slot)
 
     def release(self) -> None:
         """Release everything; idempotent."""
         requests, tokens = self._requests, self._tokens
         self._requests = self._tokens = 0
-        self._admission.table.end(requests, tokens, self._place)
+        self._admission.table.end(requests, tokens, self._slot)
 
 
 class Admission:
@@ -206,20 +206,20 @@ class Admission:
         tenants: TenantConfig = TenantConfig(),
         *,
         several: Callable[[], bool] = lambda: False,
-        elsewhere: TenantsElsewhere | None = None,
+        remote_tenants: RemoteTenants | None = None,
         on_rejection: Callable[[RejectionReason], None] = lambda reason: None,
     ) -> None:
         """`num_slots` returns the number of sequences that the engines can run concurrently.
 
-        `several` returns whether there are several tenants. `elsewhere` has their usage on other
-        nodes; None to ignore it. `on_rejection` is called for every refused request.
+        `several` returns whether there are several tenants. `remote_tenants` has their usage on
+        other nodes; None to ignore it. `on_rejection` is called for every refused request.
         """
         self.table = table
         self._max_queue = limits.max_queue
         self._max_tokens = limits.max_queue_tokens
         self._tenants = tenants
         self._several = several
-        self._elsewhere = elsewhere
+        self._remote_tenants = remote_tenants
         self._on_rejection = on_rejection
         bounds = limits.max_queue_tokens, tenants.max_queue_tokens_per_key
         self.counts_tokens = bounds != (None, None)
@@ -228,11 +228,11 @@ class Admission:
         self._next_sample = 0.0
 
     def reserve(
-        self, requests: int, tokens: int, now: float, place: int = 0, tenant: int = 0
+        self, requests: int, tokens: int, now: float, slot: int = 0, tenant: int = 0
     ) -> Reservation:
         """Admit a request with `requests` sequences and `tokens` (estimated) prompt tokens.
 
-        `place` is the tenant's place in the table.
+        `slot` is the tenant's slot in the table.
 
         Raises:
             Overloaded: they do not fit into the queue, or into the tenant's share.
@@ -243,56 +243,56 @@ class Admission:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())
-        if self._elsewhere is not None:
-            self._elsewhere.seen(place, tenant)
-        others = self._others(place, now)
+        if self._remote_tenants is not None:
+            self._remote_tenants.record(slot, tenant)
+        others = self._others(slot, now)
 
         def room(totals: Totals, own: Totals) -> bool:
             return self._limit(totals, own, others, requests, tokens) is None
 
-        if not self._try_add(requests, tokens, room, place):
-            raise self._overloaded(requests, tokens, now, place)
-        return Reservation(self, requests, tokens, place)
+        if not self._try_add(requests, tokens, room, slot):
+            raise self._overloaded(requests, tokens, now, slot)
+        return Reservation(self, requests, tokens, slot)
 
-    def grow(self, more: int, tokens: int, now: float, place: int = 0) -> None:
+    def grow(self, more: int, tokens: int, now: float, slot: int = 0) -> None:
         """Reserve `more` prompt tokens for a request that then has `tokens` in total.
 
         Raises:
             Overloaded: they do not fit.
         """
-        others = self._others(place, now)
+        others = self._others(slot, now)
 
         def room(totals: Totals, own: Totals) -> bool:
             return self._limit_of_tokens(totals, own, others, tokens) is None
 
-        if not self._try_add(0, more, room, place):
-            raise self._overloaded(0, tokens, now, place)
+        if not self._try_add(0, more, room, slot):
+            raise self._overloaded(0, tokens, now, slot)
 
-    def _try_add(self, requests: int, tokens: int, room: Room, place: int) -> bool:
+    def _try_add(self, requests: int, tokens: int, room: Room, slot: int) -> bool:
         """Add to the table if there is room, possibly after clearing rows of dead front ends."""
         table = self.table
-        return table.try_add(requests, tokens, room, place) or (
-            table.drop_dead() and table.try_add(requests, tokens, room, place)
+        return table.try_add(requests, tokens, room, slot) or (
+            table.drop_dead() and table.try_add(requests, tokens, room, slot)
         )
 
     # A request larger than the whole queue is accepted if the queue is empty, unless it would lock
     # out other tenants. Slots are only computed when needed.
 
-    def _others(self, place: int, now: float) -> Totals:
-        return NOTHING if self._elsewhere is None else self._elsewhere.of(place, now)
+    def _others(self, slot: int, now: float) -> Totals:
+        return NOTHING if self._remote_tenants is None else self._remote_tenants.of(slot, now)
 
     def _limit(
         self, totals: Totals, own: Totals, others: Totals, requests: int, tokens: int
     ) -> _Limit | None:
         """Return the exceeded limit, if any; `totals` and `own` include the new request."""
-        alone = totals.requests == requests and not self._several()
-        if totals.requests > self._max_queue and not alone:
-            places = self._max_queue + self._num_slots()
-            if totals.requests > places:
+        is_only = totals.requests == requests and not self._several()
+        if totals.requests > self._max_queue and not is_only:
+            capacity = self._max_queue + self._num_slots()
+            if totals.requests > capacity:
                 return "queue", _FULL.format(self._max_queue, "requests")
-        most = self._tenants.max_sequences_per_key
-        if most is not None and own.requests + others.requests > most:
-            return "key", _PER_KEY.format("sequences", "max_sequences_per_key", most)
+        limit = self._tenants.max_sequences_per_key
+        if limit is not None and own.requests + others.requests > limit:
+            return "key", _PER_KEY.format("sequences", "max_sequences_per_key", limit)
         if self._several() and own.requests > requests:
             slots = self._num_slots()
             free = self._max_queue + slots - totals.requests
@@ -306,18 +306,18 @@ class Admission:
         what = "prompt tokens"
         if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
             return "queue_tokens", _FULL.format(self._max_tokens, what)
-        most = self._tenants.max_queue_tokens_per_key
-        if most is not None and own.tokens + others.tokens > max(most, tokens):
-            return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", most)
+        key_limit = self._tenants.max_queue_tokens_per_key
+        if key_limit is not None and own.tokens + others.tokens > max(key_limit, tokens):
+            return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", key_limit)
         if self._several() and self._max_tokens is not None:
             free = self._max_tokens - totals.tokens
             if own.tokens > max(tokens, free):
                 return "share_tokens", _UNFAIR.format(what)
         return None
 
-    def _overloaded(self, requests: int, tokens: int, now: float, place: int) -> Overloaded:
+    def _overloaded(self, requests: int, tokens: int, now: float, slot: int) -> Overloaded:
         table = self.table
-        totals, own = table.totals(), table.of_tenant(place)
+        totals, own = table.totals(), table.of_tenant(slot)
         waiting = max(1, totals.requests - self._num_slots())
         # Half of the queue, so that retries neither find it full nor leave it empty.
         seconds = self._rate.seconds_for(waiting, now, table.ended()) / 2
@@ -325,7 +325,7 @@ class Admission:
         limit = self._limit(
             Totals(totals.requests + requests, totals.tokens + tokens),
             Totals(own.requests + requests, own.tokens + tokens),
-            self._others(place, now),
+            self._others(slot, now),
             requests,
             tokens,
         )

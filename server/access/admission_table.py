@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-PLACES = 4096
+TENANT_SLOTS = 4096
 """Number of places for tenants; tenants with the same place are counted as one."""
 
 _HEAD_WORDS = 8  # one cache line
 _TENANT_WORDS = 2
-_ROW_WORDS = _HEAD_WORDS + PLACES * _TENANT_WORDS
+_ROW_WORDS = _HEAD_WORDS + TENANT_SLOTS * _TENANT_WORDS
 _WORD = 8
 _REQUESTS, _TOKENS, _ENDED, _BODY_BYTES, _CONNECTIONS = range(5)
 
@@ -40,7 +40,7 @@ class Totals(NamedTuple):
     """Their prompt tokens that have not been computed."""
 
 
-_NOBODY = memoryview(bytes(PLACES * _TENANT_WORDS * _WORD)).cast("q")
+_NOBODY = memoryview(bytes(TENANT_SLOTS * _TENANT_WORDS * _WORD)).cast("q")
 NOTHING = Totals(0, 0)
 _SMALL = Totals(16, 4096)
 """Largest addition attempted without the lock."""
@@ -118,7 +118,7 @@ class AdmissionTable:
 
     # -- own row ---------------------------------------------------------------------------------
 
-    def try_add(self, requests: int, tokens: int, room: Room, place: int = 0) -> bool:
+    def try_add(self, requests: int, tokens: int, room: Room, slot: int = 0) -> bool:
         """Add to the own row if `room` accepts the totals including the addition.
 
         Far from the limit this takes no lock: a neighbour's concurrent addition may not be visible
@@ -132,33 +132,33 @@ class AdmissionTable:
         if requests > _MAX or tokens > _MAX:
             return False
         small = requests <= _SMALL.requests and tokens <= _SMALL.tokens
-        if small and self._add_if(requests, tokens, room, place, self._margin):
+        if small and self._add_if(requests, tokens, room, slot, self._margin):
             return True
         with self._locked():
-            return self._add_if(requests, tokens, room, place, NOTHING)
+            return self._add_if(requests, tokens, room, slot, NOTHING)
 
-    def _add_if(self, requests: int, tokens: int, room: Room, place: int, margin: Totals) -> bool:
-        self.add(requests, tokens, place)
+    def _add_if(self, requests: int, tokens: int, room: Room, slot: int, margin: Totals) -> bool:
+        self.add(requests, tokens, slot)
         fits = False
         try:
-            fits = room(self.totals(margin), self.of_tenant(place, margin))
+            fits = room(self.totals(margin), self.of_tenant(slot, margin))
             return fits
         finally:
             if not fits:
-                self.add(-requests, -tokens, place)
+                self.add(-requests, -tokens, slot)
 
-    def add(self, requests: int, tokens: int, place: int = 0) -> None:
+    def add(self, requests: int, tokens: int, slot: int = 0) -> None:
         """Add to the own row unconditionally."""
         words, own = self._words, self._own
         words[own + _REQUESTS] += requests
         words[own + _TOKENS] += tokens
-        cell = own + _HEAD_WORDS + place * _TENANT_WORDS
+        cell = own + _HEAD_WORDS + slot * _TENANT_WORDS
         words[cell + _REQUESTS] += requests
         words[cell + _TOKENS] += tokens
 
-    def end(self, requests: int, tokens: int, place: int = 0) -> None:
+    def end(self, requests: int, tokens: int, slot: int = 0) -> None:
         """Subtract ended sequences and their remaining queued tokens from the own row."""
-        self.add(-requests, -tokens, place)
+        self.add(-requests, -tokens, slot)
         self._words[self._own + _ENDED] += requests
 
     def add_body_bytes(self, size: int) -> None:
@@ -184,18 +184,18 @@ class AdmissionTable:
             tokens += words[start + _TOKENS]
         return Totals(requests, tokens)
 
-    def of_tenant(self, place: int, more: Totals = NOTHING) -> Totals:
+    def of_tenant(self, slot: int, more: Totals = NOTHING) -> Totals:
         """Return the sums of one tenant over all rows, plus `more`."""
         words, (requests, tokens) = self._words, more
-        offset = _HEAD_WORDS + place * _TENANT_WORDS
+        offset = _HEAD_WORDS + slot * _TENANT_WORDS
         for start in self._starts:
             requests += words[start + offset]
             tokens += words[start + offset + _TOKENS]
         return Totals(requests, tokens)
 
-    def own(self, place: int) -> Totals:
+    def own(self, slot: int) -> Totals:
         """Return the sums of one tenant in the own row."""
-        cell = self._own + _HEAD_WORDS + place * _TENANT_WORDS
+        cell = self._own + _HEAD_WORDS + slot * _TENANT_WORDS
         return Totals(self._words[cell + _REQUESTS], self._words[cell + _TOKENS])
 
     def body_bytes(self) -> int:

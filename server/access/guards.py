@@ -40,7 +40,7 @@ _STATUS = "/status.json"
 _DOCS = frozenset(("/docs", "/openapi.json"))
 _METRICS = "/metrics"
 
-LOOK_INTERVAL = 1.0
+CHECK_INTERVAL = 1.0
 """Minimum seconds between checks for changed key files."""
 
 _PRIVATE = ("localhost", "local", "internal", "lan", "home.arpa", "svc")
@@ -68,16 +68,16 @@ class Keys:
             # Not shown: with a digest, keys could be guessed offline.
             owner = f"key-{self._digests[-1].hex()[:12]}"
             owners.append((owner, f"key-{number}") if name is None else (name, None))
-        # Independent of the order of the keys, because all front ends need the same places.
-        place_of = {name: place for place, name in enumerate(sorted({name for name, _ in owners}))}
-        self._owners = [named_tenant(name, place_of[name], shown) for name, shown in owners]
-        self.num_tenants = len(place_of)
+        # Independent of the order of the keys, because all front ends need the same slots.
+        slot_of = {name: slot for slot, name in enumerate(sorted({name for name, _ in owners}))}
+        self._owners = [named_tenant(name, slot_of[name], shown) for name, shown in owners]
+        self.num_tenants = len(slot_of)
         """Number of distinct owners."""
-        self.are_asked_for = bool(owners)
+        self.are_required = bool(owners)
         """Whether requests need a key; stays true if all keys are removed later."""
 
     def __bool__(self) -> bool:
-        return self.are_asked_for
+        return self.are_required
 
     def __contains__(self, secret: bytes) -> bool:
         """Return whether a secret is known, in constant time."""
@@ -123,7 +123,7 @@ def keys_for(
     if "" in secrets:
         raise BadGuards(f"--{what}-key must not be empty")
     keys = Keys(secrets, owners)
-    keys.are_asked_for |= file is not None
+    keys.are_required |= file is not None
     return keys
 
 
@@ -144,7 +144,7 @@ class PathAccess:
         self._config = config
         files = (config.api_key_file, config.admin_key_file, config.metrics_key_file)
         self._files = [WatchedFile(file) for file in files if file is not None]
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._is_emptied = False
         self.admin_paths: frozenset[str] = frozenset()
         """Operator paths that are not below /admin/."""
@@ -165,11 +165,11 @@ class PathAccess:
         """Whether there is a key for /admin."""
         return bool(self._admin)
 
-    def look(self, now: float) -> None:
+    def reload_if_changed(self, now: float) -> None:
         """Reload the keys if a file has changed, checking at most once per second."""
-        if now < self._look_at or not self._files:
+        if now < self._check_at or not self._files:
             return
-        self._look_at = now + LOOK_INTERVAL
+        self._check_at = now + CHECK_INTERVAL
         was_emptied, self._is_emptied = self._is_emptied, False
         changed = any_changed(self._files)
         if not changed and not was_emptied:
@@ -286,24 +286,24 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        doors: PathAccess,
+        path_access: PathAccess,
         hosts: KnownHosts | None,
         metrics: FrontEndMetrics,
     ) -> None:
         self._app = app
-        self._doors = doors
+        self._path_access = path_access
         self._hosts = hosts
         self._metrics = metrics
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        self._doors.look(time.monotonic())
+        self._path_access.reload_if_changed(time.monotonic())
         refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
         is_known, path = refusal is None, scope["path"]
-        refusal = refusal or self._doors.refusal(scope)
+        refusal = refusal or self._path_access.refusal(scope)
         if refusal is None:
-            if keys := self._doors.api:  # read by the application and its threads
+            if keys := self._path_access.api:  # read by the application and its threads
                 tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
                 tenant_id.set(tenant.id)
             return self._app(scope, receive, send)
@@ -352,10 +352,12 @@ def _secret(scope: Scope) -> bytes:
 
 
 def install(
-    app: FastAPI, doors: PathAccess, front_end: FrontEndConfig, metrics: FrontEndMetrics
+    app: FastAPI, path_access: PathAccess, front_end: FrontEndConfig, metrics: FrontEndMetrics
 ) -> None:
     """Wrap an application in the configured guards."""
-    app.add_middleware(Guard, doors=doors, hosts=known_hosts(front_end), metrics=metrics)
+    app.add_middleware(
+        Guard, path_access=path_access, hosts=known_hosts(front_end), metrics=metrics
+    )
     config = front_end.guards
     if config.allowed_origins:
         app.add_middleware(

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import msgspec
 
 from engine.shared.messages import ROOT_SIZE
-from server.access.admission_table import PLACES
+from server.access.admission_table import TENANT_SLOTS
 from server.config import FrontEndConfig
 from server.errors import ApiError
 
@@ -25,16 +25,16 @@ class Tenant(msgspec.Struct, frozen=True):
     """Name in logs and metrics: the operator's name of the key, or a generated one."""
     id: int
     """63 bits of a digest of the name; 0 is `EVERYBODY`."""
-    place: int = 0
-    """Place in the admission table; with too many tenants some share one."""
+    slot: int = 0
+    """Slot in the admission table; with too many tenants some share one."""
 
 
 EVERYBODY = Tenant("", 0)
 
 
-def named_tenant(name: str, place: int = 0, shown: str | None = None) -> Tenant:
+def named_tenant(name: str, slot: int = 0, shown: str | None = None) -> Tenant:
     """Return the tenant of a key's owner; `shown` replaces its name in logs and metrics."""
-    return Tenant(shown or name, _digest("key", name), place % PLACES)
+    return Tenant(shown or name, _digest("key", name), slot % TENANT_SLOTS)
 
 
 def _digest(*parts: str) -> int:
@@ -64,7 +64,7 @@ class Tenancy:
         if not self._by_user or not user:
             return key
         id_ = _digest("user", str(key.id), user)
-        return Tenant(f"{key.name}/{user}", id_, id_ % PLACES)
+        return Tenant(f"{key.name}/{user}", id_, id_ % TENANT_SLOTS)
 
     def cache_root(self, tenant: Tenant, salt: str | None) -> bytes:
         """Return the key that isolates a request's cached prefixes; empty for no isolation."""
@@ -79,13 +79,13 @@ class Tenancy:
         Raises:
             ApiError: 400.
         """
-        most, sequences = self._max_sequences, prompts * copies
-        if most is not None and sequences > most:
+        limit, sequences = self._max_sequences, prompts * copies
+        if limit is not None and sequences > limit:
             param = "n" if prompts == 1 else "prompt"
             raise ApiError(
                 400,
                 f"{param}: {sequences} sequences (prompts times choices), but an API key may have "
-                f"{most} at once (max_sequences_per_key)",
+                f"{limit} at once (max_sequences_per_key)",
                 param=param,
                 code="too_many_sequences",
             )

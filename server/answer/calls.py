@@ -99,15 +99,21 @@ class CallsParser:
         if self._body is not None:
             self._body.finish()
             self._of_body(self._body, parts)
-        left = "".join(self._opened) + ("" if self._body is None else self._body.raw) + self._held
+        remaining = (
+            "".join(self._opened) + ("" if self._body is None else self._body.raw) + self._held
+        )
         named = self._body is not None and self._allows(self._body.candidate or "")
         if self._state == self._between or self._begun:
-            left = ""
+            remaining = ""
         elif self._state != self._content and (self._is_marked or self._count or named):
-            left = ""  # a truncated call
-        elif self._count and len(left) > 1 and any(each.startswith(left) for each in self._markers):
-            left = ""
-        return [*parts, ContentText(left)] if left else parts
+            remaining = ""  # a truncated call
+        elif (
+            self._count
+            and len(remaining) > 1
+            and any(each.startswith(remaining) for each in self._markers)
+        ):
+            remaining = ""
+        return [*parts, ContentText(remaining)] if remaining else parts
 
     # Each state consumes a piece of the held text and returns whether to continue.
 
@@ -116,7 +122,7 @@ class CallsParser:
         found = find_first(held, self._markers)
         if found is None:
             length = self._certain(held)
-            self._say(held[:length], parts)
+            self._add_content(held[:length], parts)
             self._held = held[length:]
             return False
         start, marker = found
@@ -126,10 +132,10 @@ class CallsParser:
         elif marker == "{" and _NO_OBJECT.match(held, behind):  # common in code
             start = -1
         if start < 0:
-            self._say(held[:behind], parts)
+            self._add_content(held[:behind], parts)
             self._held = held[behind:]
             return True
-        self._say(held[:start], parts)
+        self._add_content(held[:start], parts)
         if marker in style.hidden:
             self._held = held[behind:]
             return True
@@ -167,7 +173,7 @@ class CallsParser:
             within = not start and self._in_word
         return -1 if within else start
 
-    def _say(self, text: str, parts: list[Part]) -> None:
+    def _add_content(self, text: str, parts: list[Part]) -> None:
         if not text:
             return
         parts.append(ContentText(text))
@@ -242,7 +248,7 @@ class CallsParser:
         text = "".join(self._opened) + body.raw
         if not text:  # so that the rejected start of a call is not parsed again
             text, self._held = self._held[0], self._held[1:]
-        self._say(text, parts)
+        self._add_content(text, parts)
         self._opened = []
         self._state = self._content
         if body.state == "refused":
@@ -254,7 +260,7 @@ class CallsParser:
     def _skipping(self, parts: list[Part]) -> bool:
         """State in a JSON object that is not a call: nested objects are not calls either."""
         end = self._skip.take(self._held, 0)
-        self._say(self._held[:end], parts)
+        self._add_content(self._held[:end], parts)
         self._held = self._held[end:]
         if self._skip.done:
             self._state = self._content
@@ -285,6 +291,6 @@ class CallsParser:
         if not self._ended and (rest[0] == "{" or style.repeats):
             self._begin(rest[0])
             return True
-        self._say("".join(self._opened), parts)
+        self._add_content("".join(self._opened), parts)
         self._opened, self._state = [], self._content
         return True

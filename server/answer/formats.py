@@ -23,7 +23,7 @@ class AnswerFormats(msgspec.Struct, frozen=True):
 
     calls: CallFormat | None = None
     """Format of calls; None if unknown: then calls can only be enforced."""
-    tells_tools: bool = False
+    describes_tools: bool = False
     """Whether prompts describe tools and the call format, because the template shows no tools that
     the model would know how to call."""
     reasoning: ReasoningTags | None = None
@@ -64,12 +64,12 @@ def answer_formats(
             "swell.tool_call_parsers", name, "--tool-call-parser", instance_of(CallFormat)
         )
     logger.info("tool calls: %s (%s)", name or "none", why)
-    tells = why == TOLD
+    describes_tools = why == FROM_PROMPTS
     reasoner, tags, why = _reasoning(config, template, calls, preset)
     logger.info("reasoning: %s (%s)", reasoner, why)
     return AnswerFormats(
         calls=calls,
-        tells_tools=tells,
+        describes_tools=describes_tools,
         reasoning=tags,
         call_parser=name or "none",
         reasoning_parser=reasoner,
@@ -81,20 +81,20 @@ def answer_formats(
 
 
 PRESET = "from the presets, presets.yaml"
-TOLD = "the chat template shows none, so that prompts tell of it"
+FROM_PROMPTS = "the chat template shows none, so that prompts tell of it"
 
 
 def _call_format(
     config: AnswerConfig, template: str | None, *, shows_tools: bool, preset: Preset
 ) -> tuple[str | None, str]:
     """Return the name of the call format (None if unknown), and its origin."""
-    asked = config.tool_call_parser
-    if config.reasoning_parser == "openai_gptoss" and asked not in ("auto", "openai"):
+    configured = config.tool_call_parser
+    if config.reasoning_parser == "openai_gptoss" and configured not in ("auto", "openai"):
         raise BadFormats("--reasoning-parser openai_gptoss needs --tool-call-parser openai")
     if config.reasoning_parser == "openai_gptoss":
         return "openai", "--reasoning-parser"
-    if asked != "auto":
-        return None if asked == "none" else asked, "--tool-call-parser"
+    if configured != "auto":
+        return None if configured == "none" else configured, "--tool-call-parser"
     if template is None:
         return None, "the model has no chat template"
     shown = detect(template)
@@ -102,27 +102,29 @@ def _call_format(
         return shown, "from the chat template"
     if shows_tools and preset.tool_call_parser:
         return preset.tool_call_parser, PRESET
-    return "hermes", TOLD
+    return "hermes", FROM_PROMPTS
 
 
 def _reasoning(
     config: AnswerConfig, template: str | None, calls: CallFormat | None, preset: Preset
 ) -> tuple[str, ReasoningTags | None, str]:
     """Return the name of the reasoning format, its tags, and its origin."""
-    asked, tags = config.reasoning_parser, config.reasoning_tags
-    if (asked == "tags") != bool(tags):
+    configured, tags = config.reasoning_parser, config.reasoning_tags
+    if (configured == "tags") != bool(tags):
         raise BadFormats("--reasoning-tags and --reasoning-parser tags need each other")
     if calls is not None and calls.channels is not None:
         return "openai_gptoss", calls.channels, "from the format of tool calls"
-    if asked == "tags":
+    if configured == "tags":
         if len(tags) != 2 or not all(tags):
             raise BadFormats("--reasoning-tags: two texts are needed, the start and the end")
         return "tags", ReasoningTags(tags[0], tags[1]), "--reasoning-tags"
-    if asked != "auto":
-        flag, found = "--reasoning-parser", REASONING_FORMATS.get(asked)
-        if found is None and asked not in ("none", "openai_gptoss"):
-            found = load_plugin("swell.reasoning_parsers", asked, flag, instance_of(ReasoningTags))
-        return asked, found, flag
+    if configured != "auto":
+        flag, found = "--reasoning-parser", REASONING_FORMATS.get(configured)
+        if found is None and configured not in ("none", "openai_gptoss"):
+            found = load_plugin(
+                "swell.reasoning_parsers", configured, flag, instance_of(ReasoningTags)
+            )
+        return configured, found, flag
     for name, known in REASONING_FORMATS.items():
         if known.end in (template or ""):
             return name, known, "from the chat template"

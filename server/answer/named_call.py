@@ -14,7 +14,7 @@ import msgspec
 from server.answer.call_object import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.parameters import Schemas
-from server.text.markers import MAX_HEAD, Until, certain_length, find_first
+from server.text.markers import MAX_HEAD, MarkerSearch, certain_length, find_first
 
 _WORD = re.compile(r"[\w.:/-]+")
 _INDEX = re.compile(r":\d+$")
@@ -32,7 +32,7 @@ class LooseObject:
         """`quote` is the mark around strings."""
         self._quote = quote
         self._marks = (quote, "{", "}", "[", "]")
-        self._text: Until | None = None
+        self._text: MarkerSearch | None = None
         """Finds the end of the current string, if within one."""
         self._structure: list[str] = []
         """Text since the last string."""
@@ -68,7 +68,7 @@ class LooseObject:
             if character == self._quote:
                 self._structure.append(held[:start])
                 self._json.append(_quoted("".join(self._structure)))
-                self._structure, self._text = [], Until([self._quote])
+                self._structure, self._text = [], MarkerSearch([self._quote])
             else:
                 self._structure.append(held[:end])
                 self._depth += 1 if character in "{[" else -1

@@ -19,7 +19,7 @@ from server.answer.parts import (
 from server.answer.reasoning import ReasoningReader, ReasoningTags
 from server.answer.tool_choice import ToolUse
 
-_MOST_AT_ONCE = 512
+_MAX_PARSED_CHARACTERS = 512
 """Maximum characters parsed at once: parsers rescan what follows each tag."""
 
 
@@ -95,7 +95,8 @@ class AnswerReader:
                 self._reasoning_end = None
             self._reasoning_tokens += count
         pieces = [
-            text[start : start + _MOST_AT_ONCE] for start in range(0, len(text), _MOST_AT_ONCE)
+            text[start : start + _MAX_PARSED_CHARACTERS]
+            for start in range(0, len(text), _MAX_PARSED_CHARACTERS)
         ]
         parts = [part for piece in pieces for part in self._read(piece)]
         if self._reasoning is None and any(isinstance(part, ReasoningText) for part in parts):
@@ -104,8 +105,8 @@ class AnswerReader:
 
     def finish(self) -> list[Part]:
         """End of input: return the parts held back."""
-        thought, said = ("", "") if self._reasoning is None else self._reasoning.finish()
-        parts = self._thought(thought) + self._said(said) + self._unclosed()
+        reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.finish()
+        parts = self._push_reasoning(reasoning) + self._push_answer(answer) + self._unclosed()
         if self._calls is not None:
             parts += self._shown(self._calls.finish())
         if self._whitespace and not self.num_calls and not self._only_calls:
@@ -114,20 +115,20 @@ class AnswerReader:
 
     def _read(self, text: str) -> list[Part]:
         if self._reasoning is None:
-            return self._said(text)
-        thought, said = self._reasoning.push(text)
-        parts = self._thought(thought)
-        if self._probe is not None and said.strip():  # the calls were part of the reasoning
+            return self._push_answer(text)
+        reasoning, answer = self._reasoning.push(text)
+        parts = self._push_reasoning(reasoning)
+        if self._probe is not None and answer.strip():  # the calls were part of the reasoning
             self._probe = None
-            parts += self._reasoned("".join(self._unshown))
-        return parts + self._said(said)
+            parts += self._reasoning_parts("".join(self._unshown))
+        return parts + self._push_answer(answer)
 
-    def _reasoned(self, text: str) -> list[Part]:
+    def _reasoning_parts(self, text: str) -> list[Part]:
         return [ReasoningText(text)] if text and self._show_reasoning else []
 
-    def _thought(self, text: str) -> list[Part]:
+    def _push_reasoning(self, text: str) -> list[Part]:
         if self._probe is None or not text:
-            return self._reasoned(text)
+            return self._reasoning_parts(text)
         self._unshown.append(text)
         return self._probe_result(self._probe.push(text))
 
@@ -146,7 +147,7 @@ class AnswerReader:
         shown = unshown[: self._certain].rstrip()
         self._unshown = [unshown[len(shown) :]]
         self._certain -= len(shown)
-        return self._reasoned(shown)
+        return self._reasoning_parts(shown)
 
     def _unclosed(self) -> list[Part]:
         """Return the end of reasoning that nothing followed: its calls count."""
@@ -155,16 +156,16 @@ class AnswerReader:
         parts = self._probe_result(self._probe.finish())
         self._probe = None
         if not any(isinstance(part, CallBegin) for part in self._probed):
-            return parts + self._reasoned("".join(self._unshown))
+            return parts + self._reasoning_parts("".join(self._unshown))
         for is_text, group in groupby(self._probed, lambda part: isinstance(part, ContentText)):
             if is_text:
                 text = "".join([part.text for part in group if isinstance(part, ContentText)])
-                parts += self._reasoned(text if text.strip() else "")
+                parts += self._reasoning_parts(text if text.strip() else "")
             else:
                 parts += self._shown([*group])
         return parts
 
-    def _said(self, text: str) -> list[Part]:
+    def _push_answer(self, text: str) -> list[Part]:
         if not text:
             return []
         if self._calls is None:
@@ -176,7 +177,7 @@ class AnswerReader:
         for part in parts:
             match part:
                 case ReasoningText(text):
-                    shown += self._reasoned(text)
+                    shown += self._reasoning_parts(text)
                 case ContentText(text):
                     shown += self._content(text) if not self._only_calls else []
                 case CallBegin():

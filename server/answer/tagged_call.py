@@ -16,7 +16,7 @@ from server.answer.call_object import CallBody
 from server.answer.json_value import JsonValue
 from server.answer.named_call import known_name
 from server.answer.parameters import Parameters, Schemas
-from server.text.markers import MAX_HEAD, Until, certain_length, find_first
+from server.text.markers import MAX_HEAD, MarkerSearch, certain_length, find_first
 
 _NAME = re.compile(r"\s*([\w.:/-]+)\s*")
 _NAME_END = re.compile(r"[>\n<]")
@@ -73,7 +73,7 @@ class TaggedCall(CallBody):
         """Pieces of the current value."""
         self._end = ""
         """The text that may have ended the value."""
-        self._until = Until(self._value_ends)
+        self._until = MarkerSearch(self._value_ends)
         self._json = JsonValue("{")
         self._is_empty = True
         """Whether only whitespace has followed the name."""
@@ -193,7 +193,7 @@ class TaggedCall(CallBody):
         self._is_text = 'string="true"' in attributes
         self._held = self._held[start + len(end) :]
         self._step = self._before_value if style.value and end != style.value else self._in_value
-        self._value, self._until = [], Until(self._value_ends)
+        self._value, self._until = [], MarkerSearch(self._value_ends)
         return True
 
     def _before_value(self) -> bool:
@@ -237,7 +237,7 @@ class TaggedCall(CallBody):
 
     def _go_on(self) -> None:
         self._value.append(self._end)
-        self._until, self._step = Until(self._value_ends), self._in_value
+        self._until, self._step = MarkerSearch(self._value_ends), self._in_value
 
     def _maybe_next(self) -> bool:
         """State after a marker that ends a value only if it starts a known parameter's tag."""

@@ -116,7 +116,7 @@ class CallsGrammar:
         opening, closing = self._literal(syntax.opening), self._literal(syntax.closing)
         return f"calls: {' '.join(filter(None, [opening, calls, closing]))}"
 
-    def _call_rules(self, begun: str) -> list[str]:
+    def _call_rules(self, matched: str) -> list[str]:
         """Return the rules of one call, of which the text `begun` has already been matched."""
         syntax = self._syntax
         names = [f"call_{index}" for index in range(len(self._functions))]
@@ -124,7 +124,7 @@ class CallsGrammar:
         for name, function in zip(names, self._functions, strict=True):
             before = syntax.before.replace("{name}", json.dumps(function.name))
             before = before.replace("{bare_name}", function.name)
-            before, after = before.removeprefix(begun), syntax.after
+            before, after = before.removeprefix(matched), syntax.after
             lenient = not function.strict
             options = {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
             schema = {**arguments_schema(function), "x-guidance": options}
@@ -277,18 +277,18 @@ def _chosen(
 ) -> tuple[Literal["none", "auto", "required", "named"], Sequence[str]]:
     """Return the mode and the function names that it applies to."""
     mode: Literal["none", "auto", "required", "named"]
-    wanted = names
+    selected = names
     match choice:
         case None:
             mode = "auto"
         case NamedTool():
-            mode, wanted = "named", [choice.function.name]
+            mode, selected = "named", [choice.function.name]
         case AllowedToolsChoice():
             mode = choice.allowed_tools.mode
-            wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+            selected = [tool.function.name for tool in choice.allowed_tools.tools]
         case _:
             mode = choice
-    for name in wanted:
+    for name in selected:
         if name not in names:
             raise invalid_field("tool_choice", f"there is no function {name!r} in tools")
-    return mode, wanted
+    return mode, selected

@@ -68,8 +68,8 @@ def _own_rows(model: type[BaseModel]) -> Rows:
         for name in kind.__annotations__.keys() & kind.model_fields.keys():
             field = kind.model_fields[name]
             extra = field.json_schema_extra
-            said = extra.get(KEY) if isinstance(extra, dict) else None
-            row = Row("same") if said is None else msgspec.convert(said, Row)
+            stated = extra.get(KEY) if isinstance(extra, dict) else None
+            row = Row("same") if stated is None else msgspec.convert(stated, Row)
             rows[field.alias or name] = row
         rows |= kind.__dict__.get("undeclared", {})
     return rows

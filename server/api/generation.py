@@ -129,7 +129,7 @@ class Generation(Response, Generic[B]):
         """Return the completed request, with a queue place that the call holds."""
         call, services, body = self._call, self._services, self._body
         call.request_id = body.request_id or call.request_id
-        model, adapter = services.asked_model(body.model)
+        model, adapter = services.requested_model(body.model)
         if adapter:
             services.client.adapters.lease(adapter)
             call.on_release.append(partial(services.client.adapters.release, adapter))
@@ -238,10 +238,10 @@ def admit(
     tenancy.check_sequences(prompts, copies)
     call.tenant = tenancy.tenant(call.tenant, fields.user)
     tenant_id.set(call.tenant.id)
-    services.client.check_takes_requests()
+    services.client.check_accepts_requests()
     tokens = copies * max(0, len(call.content) - image_bytes) // BYTES_PER_TOKEN
     call.reservation = services.admission.reserve(
-        prompts * copies, tokens, call.arrived, call.tenant.place, call.tenant.id
+        prompts * copies, tokens, call.arrived, call.tenant.slot, call.tenant.id
     )
     return tenancy.cache_root(call.tenant, fields.cache_salt)
 

@@ -13,7 +13,7 @@ from server.api.openapi import errors, text_responses
 from server.api.route import ApiRoute, OperatorRoute
 from server.api.services import Services, ServicesDep
 from server.config.shown import without_secrets
-from server.control import SupervisorSilent
+from server.control import SupervisorTimeout
 from server.errors import ApiError, model_not_found, unavailable
 from server.observe.metric_factory import text_of
 from server.observe.metrics import CONTENT_TYPE
@@ -213,8 +213,8 @@ async def waiting_engines(services: Services) -> bytes:
         return b""
     try:
         async with asyncio.timeout(WITHIN):
-            status = await control.ask(ControlQuery())
-    except (SupervisorSilent, TimeoutError):
+            status = await control.call(ControlQuery())
+    except (SupervisorTimeout, TimeoutError):
         return b""
     if not status.waiting:
         return b""

@@ -23,13 +23,13 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _encode = msgspec.json.Encoder().encode
-_AT_ONCE = 256
+_CHUNK_ITEMS = 256
 
 
 def encoded_list(items: Iterable[T]) -> list[T]:
     """Return the JSON list of these items, encoded in chunks so that few are alive at once."""
     parts, rest = [], iter(items)
-    while part := list(islice(rest, _AT_ONCE)):
+    while part := list(islice(rest, _CHUNK_ITEMS)):
         parts.append(_encode(part)[1:-1])
     return cast("list[T]", msgspec.Raw(b"[" + b",".join(parts) + b"]"))
 
@@ -143,11 +143,11 @@ class ChunkStream:
         self._table = table
         self._show_ids = bool(request.fields.return_token_ids)
         options = request.fields.stream_options
-        wanted = options is not None and bool(options.include_usage)
-        self._include_usage = wanted or request.force_usage
-        each_wanted = options is not None and bool(options.continuous_usage_stats)
-        tells_each = request.force_usage or (wanted and each_wanted)
-        self._counts: Counter[int] | None = Counter() if tells_each else None
+        include_usage = options is not None and bool(options.include_usage)
+        self._include_usage = include_usage or request.force_usage
+        every_chunk = options is not None and bool(options.continuous_usage_stats)
+        counts_each = request.force_usage or (include_usage and every_chunk)
+        self._counts: Counter[int] | None = Counter() if counts_each else None
         """Tokens per choice, updated before each chunk, if every chunk reports usage."""
         head = {"id": id_, "object": kind, "created": request.created, "model": request.model}
         self._prefix = b"data: " + _encode(head)[:-1] + b',"choices":['

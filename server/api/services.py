@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 
 from engine.shared.model_files import served_names
 from engine.shared.pooling import PoolingSpec
-from server.access.admission import Admission, TenantsElsewhere
+from server.access.admission import Admission, RemoteTenants
 from server.access.admission_table import AdmissionTable
 from server.access.guards import PathAccess
 from server.access.tenants import Tenancy
@@ -82,30 +82,30 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
         except NoEngineAvailable:
             return None
 
-    def asked_model(self, asked: str | None) -> tuple[str, str]:
+    def requested_model(self, name: str | None) -> tuple[str, str]:
         """Return the name to answer with, and the version of the adapter it names, if any.
 
         Raises:
             ApiError: 404, no served model or adapter has that name.
         """
-        if not asked or asked in self.names:
-            return asked or self.names[0], ""
-        version = self.client.adapters.version(asked)
+        if not name or name in self.names:
+            return name or self.names[0], ""
+        version = self.client.adapters.version(name)
         if version is None:
-            raise model_not_found(asked, self.own_models)
-        return asked, version
+            raise model_not_found(name, self.own_models)
+        return name, version
 
-    def model_name(self, asked: str | None) -> str:
+    def model_name(self, name: str | None) -> str:
         """Return the name to answer with, for endpoints that do not serve adapters.
 
         Raises:
             ApiError: 404, no served model has that name.
         """
-        if not asked:
+        if not name:
             return self.names[0]
-        if asked not in self.names:
-            raise model_not_found(asked, self.names)
-        return asked
+        if name not in self.names:
+            raise model_not_found(name, self.names)
+        return name
 
 
 def make_services(
@@ -121,7 +121,7 @@ def make_services(
     pooling: PoolingSpec | None = None,
     processor: "ImageProcessor | None" = None,
     forwarder: "Forwarder | None" = None,
-    elsewhere: TenantsElsewhere | None = None,
+    remote_tenants: RemoteTenants | None = None,
 ) -> Services:
     """Create the services of a front end.
 
@@ -129,7 +129,7 @@ def make_services(
         table: shared load counters of the node's front ends; None for a single front end.
         pooling: the pooling model, if it is one.
         processor: image processing of the model, if it takes images.
-        elsewhere: tenants' usage on other nodes, if there are limits across nodes.
+        remote_tenants: tenants' usage on other nodes, if there are limits across nodes.
 
     Raises:
         BadFormats: settings contradict each other.
@@ -142,7 +142,7 @@ def make_services(
         lambda: client.num_slots,
         config.tenants,
         several=lambda: by_user or access.api.num_tenants > 1,
-        elsewhere=elsewhere,
+        remote_tenants=remote_tenants,
         on_rejection=partial(metrics.count, "admission_rejections"),
     )
     template = tokenizer.chat_template

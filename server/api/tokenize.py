@@ -83,7 +83,7 @@ router = APIRouter(route_class=ModelRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, services: ServicesDep) -> TokenizeResponse:
     """Return the token IDs of a prompt or a conversation."""
-    services.asked_model(body.model)
+    services.requested_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("exactly one of prompt and messages must be given", "prompt")
     if body.messages is None:
@@ -112,7 +112,7 @@ async def tokenize(body: TokenizeRequest, services: ServicesDep) -> TokenizeResp
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> DetokenizeResponse:
     """Return the text of token IDs."""
-    services.asked_model(body.model)
+    services.requested_model(body.model)
     check_vocabulary(body.tokens, services.model.tokenizer.vocab_size, "tokens")
     text = await services.model.tokenizer.decode_async(
         body.tokens, skip_special_tokens=bool(body.skip_special_tokens)

@@ -89,7 +89,7 @@ async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: i
     """Send one request, with retries up to the limit."""
     name, body = new_id(), bytes(request.body)
     for attempt in range(max_retries + 1):
-        last, asked_wait = attempt == max_retries, None
+        last, retry_after = attempt == max_retries, None
         try:
             answer = await client.post(request.url, content=body, headers={"x-request-id": name})
         except httpx.HTTPError as error:
@@ -109,15 +109,15 @@ async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: i
                     answer.status_code, answer.headers.get("x-request-id", ""), msgspec.Raw(text)
                 )
                 return BatchResult(id=name, custom_id=request.custom_id, response=response)
-            asked_wait = answer.headers.get("retry-after")
-        await asyncio.sleep(_wait(attempt, asked_wait))
+            retry_after = answer.headers.get("retry-after")
+        await asyncio.sleep(_wait(attempt, retry_after))
     raise AssertionError("the last attempt returns")
 
 
-def _wait(attempt: int, asked: str | None) -> float:
+def _wait(attempt: int, retry_after: str | None) -> float:
     """Return the seconds until the next attempt, with jitter."""
-    if asked is not None and asked.isdecimal():
-        return min(float(asked), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
+    if retry_after is not None and retry_after.isdecimal():
+        return min(float(retry_after), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
@@ -173,8 +173,8 @@ def _run(config: RunBatchConfig, console: Console) -> int:
                 output.append(result)
                 came[result.outcome] += 1
                 failures = came["refused"] + came["failed"]
-                told = f"requests, {failures} without success" if failures else "requests"
-                bar.update(task, advance=1, description=told)
+                description = f"requests, {failures} without success" if failures else "requests"
+                bar.update(task, advance=1, description=description)
 
             requests = _unanswered(stack.enter_context(source.open("rb")), {*output.answered})
             asyncio.run(send_all(url, batch, requests, done))

@@ -64,10 +64,12 @@ class Choice(msgspec.Struct):
     @property
     def shows_output(self) -> bool:
         """Whether it has visible output, not only a role or a finish reason."""
-        said = self.delta or self.message
-        if said is None:
+        message = self.delta or self.message
+        if message is None:
             return bool(self.text)
-        return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
+        return bool(
+            message.content or message.reasoning_content or message.reasoning or message.tool_calls
+        )
 
 
 class Usage(msgspec.Struct):
@@ -93,7 +95,7 @@ class _Stream:
     """Fills a record from the events of a stream."""
 
     def __init__(self, record: Record) -> None:
-        self.began = self._previous = time.monotonic()
+        self.started_at = self._previous = time.monotonic()
         self.gaps = array("f")
         self.first_choice = 0.0
         self.done = False
@@ -115,7 +117,7 @@ class _Stream:
                 continue
             record.deltas += 1
             if record.first_token is None:
-                record.first_token = now - self.began
+                record.first_token = now - self.started_at
             else:
                 self.gaps.append(now - self._previous)
             self._previous = now
@@ -165,28 +167,30 @@ async def complete(
         record: filled while the answer arrives, and returned; a new one if None.
     """
     record = Record() if record is None else record
-    seen = _Stream(record)
+    reader = _Stream(record)
     try:
         async with asyncio.timeout(give_up_after):
-            answer = await client.request("POST", path, body, on_body=seen.take if stream else None)
+            answer = await client.request(
+                "POST", path, body, on_body=reader.take if stream else None
+            )
     except (OSError, BadAnswer, asyncio.CancelledError) as error:
         record.error = next(name for kind, name in _KINDS if isinstance(error, kind))
         record.detail = str(error)
-        record.total = time.monotonic() - seen.began
+        record.total = time.monotonic() - reader.started_at
         if isinstance(error, asyncio.CancelledError):
             raise
         return record
     finally:
-        record.gaps = seen.gaps.tobytes()
-    record.status, record.total = answer.status, answer.ended - seen.began
+        record.gaps = reader.gaps.tobytes()
+    record.status, record.total = answer.status, answer.ended - reader.started_at
     if answer.status != 200:
         record.error = f"http_{answer.status}"
         record.detail = answer.body[:_DETAIL_LENGTH].decode(errors="replace")
     elif not stream:
         _noted(record, answer.body)
-    elif not seen.done and record.error is None:
+    elif not reader.done and record.error is None:
         record.error = "stream_cut"
-    elif record.first_token is None and seen.first_choice:
+    elif record.first_token is None and reader.first_choice:
         # Tokens without visible text were generated nevertheless.
-        record.first_token = seen.first_choice - seen.began
+        record.first_token = reader.first_choice - reader.started_at
     return record

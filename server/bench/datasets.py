@@ -50,7 +50,7 @@ class ServerTokens:
     async def find_model(self) -> str:
         """Return the model to use: the configured one, or the first that the server lists."""
         if self._model is None:
-            models = await self._ask("GET", "/v1/models", None, _Models)
+            models = await self._call("GET", "/v1/models", None, _Models)
             if not models.data:
                 raise self._failed("the server lists no model: name one with --model")
             self._model = str(models.data[0].get("id"))
@@ -59,14 +59,14 @@ class ServerTokens:
     async def encode(self, text: str) -> list[int]:
         """Return the token IDs of a text, without special tokens."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        return (await self._ask("POST", "/tokenize", body, _Tokens)).tokens
+        return (await self._call("POST", "/tokenize", body, _Tokens)).tokens
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of token IDs."""
         body = {"model": self._model, "tokens": token_ids}
-        return (await self._ask("POST", "/detokenize", body, _Text)).prompt
+        return (await self._call("POST", "/detokenize", body, _Text)).prompt
 
-    async def _ask(self, method: str, path: str, body: Any, kind: type[T]) -> T:
+    async def _call(self, method: str, path: str, body: Any, kind: type[T]) -> T:
         payload = b"" if body is None else msgspec.json.encode(body)
         try:
             async with self._slots, asyncio.timeout(_TIMEOUT_SECONDS):
@@ -128,19 +128,19 @@ async def _random_prompts(
     if not as_text:
         return drawn
     generator = random.Random(workload.seed)
-    made = []
+    prompts = []
     for prompt in drawn:
         assert isinstance(prompt.content, list)
-        wanted = len(prompt.content)
+        target_length = len(prompt.content)
         text = await tokens.decode(prompt.content)
         for _ in range(_FIT_ROUNDS):  # not every length is possible
             found = await tokens.encode(text)
-            if len(found) == wanted:
+            if len(found) == target_length:
                 break
-            missing = max(0, wanted - len(found))
-            text = await tokens.decode(found[:wanted] + generator.choices(pool, k=missing))
-        made.append(Prompt(text, prompt.output_tokens))
-    return made
+            missing = max(0, target_length - len(found))
+            text = await tokens.decode(found[:target_length] + generator.choices(pool, k=missing))
+        prompts.append(Prompt(text, prompt.output_tokens))
+    return prompts
 
 
 def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
@@ -157,13 +157,13 @@ def read_json_lines_or_text(path: Path, output_tokens: int) -> list[Prompt]:
         try:
             fields = json.loads(line)
             content = fields["prompt"]
-            wanted = int(fields.get("output_tokens", output_tokens))
+            num_output_tokens = int(fields.get("output_tokens", output_tokens))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f'{path}:{number}: expected {{"prompt": ...}}') from error
         is_ids = isinstance(content, list) and all(isinstance(each, int) for each in content)
-        if not (isinstance(content, str) or is_ids) or wanted < 1:
+        if not (isinstance(content, str) or is_ids) or num_output_tokens < 1:
             raise BenchError(f"{path}:{number}: prompt must be a text or token ids")
-        prompts.append(Prompt(content, wanted))
+        prompts.append(Prompt(content, num_output_tokens))
     return prompts
 
 
@@ -186,8 +186,8 @@ async def conversation_prompts(
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list):
             continue
-        said = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        texts = [text for text in said if isinstance(text, str) and text]
+        values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        texts = [text for text in values if isinstance(text, str) and text]
         if len(texts) == 2:
             pairs.append((texts[0], texts[1]))
     random.Random(workload.seed).shuffle(pairs)
@@ -255,9 +255,9 @@ def request_bodies(
         common |= {"stream": True, "stream_options": {"include_usage": True}}
     extra, bodies = workload.extra_fields(), []
     for prompt in prompts:
-        asked: dict[str, Any] = {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
+        body: dict[str, Any] = {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
         if chat:
             messages = [{"role": "user", "content": prompt.content}]
-            asked = {"messages": messages, "max_completion_tokens": prompt.output_tokens}
-        bodies.append(msgspec.json.encode(common | asked | extra))
+            body = {"messages": messages, "max_completion_tokens": prompt.output_tokens}
+        bodies.append(msgspec.json.encode(common | body | extra))
     return bodies

@@ -243,13 +243,13 @@ async def _note_lateness(samples: list[float]) -> None:
 
 
 async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
-    async def tell(message: _WarmedUp | Report) -> None:
+    async def send(message: _WarmedUp | Report) -> None:
         # The pipe is small: a thread keeps a slow reader from delaying responses.
         await asyncio.to_thread(pipe.send_bytes, msgspec.msgpack.encode(message))
 
     loop = asyncio.get_running_loop()
     sender = _Sender(plan, counter)
-    await tell(await sender.warm_up())
+    await send(await sender.warm_up())
     start = await asyncio.to_thread(pipe.recv)
     if start is None:
         return
@@ -257,12 +257,12 @@ async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) 
     # Any message or the end of the pipe means to stop.
     loop.add_reader(pipe.fileno(), sending.cancel)
     await asyncio.sleep(max(0.0, start - time.monotonic()))
-    cpu, began = time.process_time(), time.monotonic()
+    cpu, started_at = time.process_time(), time.monotonic()
     late: list[float] = []
     noting = asyncio.create_task(_note_lateness(late))
     while not sending.done():
         await asyncio.wait([sending], timeout=_REPORT_SECONDS)
-        await tell(sender.report())
+        await send(sender.report())
     noting.cancel()
     loop.remove_reader(pipe.fileno())
     if not sending.cancelled():
@@ -271,12 +271,12 @@ async def _measure(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) 
     last = sender.report()  # requests that ended while the previous report was being sent
     last.cost = ClientCost(
         cpu_seconds=time.process_time() - cpu,
-        wall_seconds=time.monotonic() - began,
+        wall_seconds=time.monotonic() - started_at,
         deltas=sender.deltas,
         loop_lag_p99=percentile(late or [0.0], 99),
         loop_lag_max=late[-1] if late else 0.0,
     )
-    await tell(last)
+    await send(last)
 
 
 def _work(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
@@ -319,7 +319,7 @@ class _Workers:
             except EOFError:
                 raise BenchError(f"sending process {self.pipes[pipe]} died") from None
 
-    def tell(self, message: float | None) -> None:
+    def send(self, message: float | None) -> None:
         for pipe in self.pipes:
             pipe.send(message)
 
@@ -355,7 +355,7 @@ def run(config: BenchConfig, watch: Callable[[Progress], None]) -> Progress:
         _wait_for_warm_up(workers, progress, watch)
         cpu = time.process_time()
         progress.started_at = time.monotonic() + _START_SECONDS
-        workers.tell(progress.started_at)
+        workers.send(progress.started_at)
         _collect(workers, progress, watch)
         progress.parent_cpu_seconds = time.process_time() - cpu
     finally:
@@ -377,17 +377,17 @@ def _wait_for_warm_up(
             errors |= warmed_up.errors
         watch(progress)
     if errors and not succeeded:
-        told = "; ".join(f"{kind} {detail}".strip() for kind, detail in errors.items())
-        raise BenchError(f"every request of the warm-up failed: {told}")
+        details = "; ".join(f"{kind} {detail}".strip() for kind, detail in errors.items())
+        raise BenchError(f"every request of the warm-up failed: {details}")
 
 
 def _collect(workers: _Workers, progress: Progress, watch: Callable[[Progress], None]) -> None:
-    was_told = False
+    stop_sent = False
     with _noted_interrupt() as interrupted:
         while workers.pipes:
-            if interrupted.is_set() and not was_told:
-                workers.tell(None)
-                was_told = True
+            if interrupted.is_set() and not stop_sent:
+                workers.send(None)
+                stop_sent = True
             for pipe, message in workers.receive():
                 report = msgspec.msgpack.decode(message, type=Report)
                 progress.records += report.records

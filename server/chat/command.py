@@ -38,7 +38,7 @@ class Conversation:
             body["temperature"] = settings.temperature
         return body
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         """Append a user message."""
         self.messages.append(_message("user", text))
 
@@ -170,7 +170,7 @@ class _Session:
 
     def quick(self, message: str) -> int:
         """Send a single message and exit."""
-        self._conversation.say(message)
+        self._conversation.add_user(message)
         self._answer()
         return 0
 
@@ -182,27 +182,27 @@ class _Session:
             self._notes.print(f"You talk to {self._model}. /help lists commands.")
         while True:
             try:
-                said = input("> " if self._is_terminal else "").strip()
+                line = input("> " if self._is_terminal else "").strip()
             except EOFError:
                 if self._is_terminal:
                     print()
                 return 0
-            if said in ("/quit", "/exit", "/bye"):
+            if line in ("/quit", "/exit", "/bye"):
                 return 0
-            if said.startswith("/"):
-                self._command(said)
-            elif said:
-                self._turn(said)
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._add_turn(line)
 
-    def _turn(self, said: str) -> None:
-        self._conversation.say(said)
+    def _add_turn(self, line: str) -> None:
+        self._conversation.add_user(line)
         try:
             self._answer()
         except ServerRefused as error:
             self._notes.print(f"[red]no answer:[/red] {error}", markup=True)
 
-    def _command(self, said: str) -> None:
-        word, _, rest = said.partition(" ")
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
         if word == "/clear":
             self._conversation.clear()
         elif word == "/system":

@@ -13,7 +13,7 @@ from engine.shared.cpu.plan import BadCpuBind
 from server.config import ServeConfig
 from server.fleet.keeper import Role
 from server.fleet.node_resources import plan_cpus
-from server.fleet.places import engine_role
+from server.fleet.roles import engine_role
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Joining(NamedTuple):
     """With the coordinator's address, and all settings derived from the role."""
     leads: bool
     """Whether the node hosts the coordinator."""
-    is_alone: bool
+    is_single_node: bool
     """Whether no other node can join."""
     is_new: bool = False
     """Whether the cluster key is new, so that no process of an earlier run can remain."""
@@ -57,12 +57,12 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
             supervisor={"api_server_count": 0}, cluster={"join_timeout": patience}
         )
     if coordinator is not None:
-        return Joining(config, leads=False, is_alone=False)
+        return Joining(config, leads=False, is_single_node=False)
     if address is None:
         config = config.changed(cluster={"coordinator": local_address})
         if config.parallel.rank_on_node(0) is None:
             config = config.changed(parallel={"data_parallel_start_rank": 0})
-        return Joining(config, leads=True, is_alone=True)
+        return Joining(config, leads=True, is_single_node=True)
     if not nodes.headless:
         rank = config.parallel.data_parallel_rank or config.parallel.data_parallel_start_rank
         if rank:
@@ -81,7 +81,7 @@ def joining(config: ServeConfig, local_address: str) -> Joining:
             ) from error
     coordinator = join_host_port(address, nodes.data_parallel_rpc_port)
     config = config.changed(cluster={"coordinator": coordinator})
-    return Joining(config, leads=not nodes.headless, is_alone=False)
+    return Joining(config, leads=not nodes.headless, is_single_node=False)
 
 
 def check_span(config: ServeConfig) -> None:
@@ -122,7 +122,7 @@ class ProcessBackend:
         """
         self.joined = joining(config, f"ipc://{directory}/coordinator")
         """The node's role in its cluster, with the derived settings."""
-        self.has_all = self.joined.is_alone
+        self.has_all = self.joined.is_single_node
         """Whether all engines of the cluster are under this supervisor."""
         config = self.joined.config
         others = config.supervisor.api_server_count + (1 if self.joined.leads else 0)
@@ -135,10 +135,10 @@ class ProcessBackend:
         if not self._cpus.engines:
             logger.debug("engines run on any CPU: %s", self._cpus.reason)
 
-    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
+    def engine_role(self, config: ServeConfig, slot: int, *, numbered: bool) -> Role:
         """Return the role of one engine of this node."""
-        config = config.changed(executor={"cpu_bind": self._cpus.of_engine(place)})
-        return engine_role(config, place, numbered=numbered)
+        config = config.changed(executor={"cpu_bind": self._cpus.of_engine(slot)})
+        return engine_role(config, slot, numbered=numbered)
 
     def api_server_role(self, config: ServeConfig, node: str, port: int) -> Role | None:
         """Return None: all engines are on the supervisor's node."""

@@ -24,13 +24,13 @@ from engine.shared.messages import ChildStatus
 
 logger = logging.getLogger(__name__)
 
-KEPT_LOG_LINES = 30
+RECENT_LOG_LINES = 30
 """Number of recent output lines kept to explain a process's exit."""
 
 MAX_LOG_LINE = 1 << 16
 """Maximum bytes per line of output; longer lines are dropped."""
 
-STACKS_WITHIN = 1.0
+STACK_DUMP_TIMEOUT = 1.0
 """Seconds that a hung process gets to print its threads' stacks."""
 
 
@@ -55,23 +55,23 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Called for every output line."""
 
 
-class Ended(NamedTuple):
+class ProgramExit(NamedTuple):
     """How a program ended."""
 
     code: int | None
     """Exit code; negative: the signal; None: unknown, as its node was lost."""
-    how: str
+    description: str
     """Predicate that follows the program's name in log lines."""
 
 
-def ended(code: int) -> Ended:
+def program_exit(code: int) -> ProgramExit:
     """Describe a process's exit code."""
     if code < 0:
-        return Ended(code, f"was ended by {signal.Signals(-code).name}")
-    return Ended(code, f"ended with exit code {code}")
+        return ProgramExit(code, f"was ended by {signal.Signals(-code).name}")
+    return ProgramExit(code, f"ended with exit code {code}")
 
 
-class Holder(Protocol):
+class ProgramHandle(Protocol):
     """A running program as seen by the supervisor."""
 
     @property
@@ -90,7 +90,7 @@ class Holder(Protocol):
     def alive(self) -> bool:
         """Whether it has not exited yet."""
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProgramExit:
         """Wait until it has exited and all of its reports have been read."""
 
     def terminate(self) -> None:
@@ -100,7 +100,7 @@ class Holder(Protocol):
         """Kill it."""
 
 
-Starter = Callable[[Program], Awaitable[Holder]]
+Starter = Callable[[Program], Awaitable[ProgramHandle]]
 """Starts a program; raises OSError if that fails."""
 
 
@@ -117,7 +117,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self.stdout: asyncio.StreamReader | None = None
         self._descriptor = os.pidfd_open(pid)
-        self._over = asyncio.Event()
+        self._exited = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
 
     async def read_from(self, pipe: BinaryIO) -> None:
@@ -130,7 +130,7 @@ class ForkedProcess:
 
     async def wait(self) -> int:
         """Wait for the exit and return the exit code."""
-        await self._over.wait()
+        await self._exited.wait()
         assert self.returncode is not None
         return self.returncode
 
@@ -145,7 +145,7 @@ class ForkedProcess:
         os.close(self._descriptor)
         _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
-        self._over.set()
+        self._exited.set()
 
 
 class Child:
@@ -155,13 +155,16 @@ class Child:
     node = ""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process | ForkedProcess, ours: socket.socket
+        self,
+        name: str,
+        process: asyncio.subprocess.Process | ForkedProcess,
+        lifeline: socket.socket,
     ) -> None:
         self.name = name
         self.pid = process.pid
-        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self.last_lines: deque[str] = deque(maxlen=RECENT_LOG_LINES)
         self._process = process
-        self._lifeline = ours
+        self._lifeline = lifeline
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -171,8 +174,12 @@ class Child:
         Raises:
             OSError: the process cannot be created (no interpreter, memory or process id).
         """
-        ours, theirs = socket.socketpair()
-        variables = {**os.environ, **program.environment, LIFELINE_VARIABLE: str(theirs.fileno())}
+        lifeline, child_end = socket.socketpair()
+        variables = {
+            **os.environ,
+            **program.environment,
+            LIFELINE_VARIABLE: str(child_end.fileno()),
+        }
         try:
             process = await asyncio.create_subprocess_exec(
                 program.interpreter or sys.executable,
@@ -183,31 +190,31 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                pass_fds=[theirs.fileno(), *program.inherit],
+                pass_fds=[child_end.fileno(), *program.inherit],
                 # Signals from the terminal go to the supervisor only, which stops children in
                 # order.
                 start_new_session=True,
                 limit=MAX_LOG_LINE,
             )
         except BaseException:
-            ours.close()
+            lifeline.close()
             raise
         finally:
-            theirs.close()
-        child = cls(program.name, process, ours)
-        child.follow(program)
+            child_end.close()
+        child = cls(program.name, process, lifeline)
+        child.attach(program)
         return child
 
-    def follow(self, program: Program) -> None:
+    def attach(self, program: Program) -> None:
         """Send the launch parameters, and forward status messages and output."""
         self._lifeline.setblocking(False)
         self._tasks = [
-            asyncio.create_task(self._hand_over(pack_frame(program.launch))),
+            asyncio.create_task(self._send_launch(pack_frame(program.launch))),
             asyncio.create_task(self._read_status(program.on_status)),
             asyncio.create_task(self._read_log(program.on_line)),
         ]
 
-    async def _hand_over(self, launch: bytes) -> None:
+    async def _send_launch(self, launch: bytes) -> None:
         with contextlib.suppress(OSError):  # the exit status will show what was wrong
             await asyncio.get_running_loop().sock_sendall(self._lifeline, launch)
 
@@ -244,7 +251,7 @@ class Child:
             except Exception:  # the pipe must be drained, or the child blocks
                 logger.exception("a line of %s cannot be shown", self.name)
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProgramExit:
         """Wait until the process has exited and its output is read; end what it has started."""
         code = await self._process.wait()
         self._signal_group(signal.SIGTERM)
@@ -254,7 +261,7 @@ class Child:
         for task in self._tasks:
             task.cancel()
         self._lifeline.close()
-        return ended(code)
+        return program_exit(code)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -274,7 +281,7 @@ class Child:
     async def end_hung(self) -> None:
         """Make it print its threads' stacks, which works even while it hangs, then kill it."""
         self._signal(signal.SIGUSR1)
-        await asyncio.sleep(STACKS_WITHIN)
+        await asyncio.sleep(STACK_DUMP_TIMEOUT)
         self.kill()
 
     @property

@@ -16,7 +16,7 @@ from server.config.tools import ScaleConfig, StatusConfig, StatusTarget
 
 POLL_INTERVAL = 0.2
 
-NOT_TOLD = "-"
+UNKNOWN = "-"
 
 
 def _call(
@@ -40,14 +40,14 @@ def scale(config: ScaleConfig) -> int:
     try:
         if target.size is not None:
             ask({"data_parallel_size": target.size})
-        told = ""
+        printed = ""
         with console.status("asking") as shown:
             while (status := ask())["busy"]:
                 described = _describe(status)
                 shown.update(described)
-                if described != told and not console.is_terminal:
+                if described != printed and not console.is_terminal:
                     print(described, file=sys.stderr)
-                told = described
+                printed = described
                 time.sleep(POLL_INTERVAL)
     except urllib.error.HTTPError as error:
         message = json.loads(error.read())["error"]["message"]
@@ -132,27 +132,27 @@ def engine_rows(cluster: dict[str, Any], fleet: dict[str, Any] | None) -> list[t
         rows.append(_row(rank, hosts.get(rank, engine["host"]), state, engine))
     for name, phase in phases.items():
         if is_one_node and name not in joined:
-            rows.append(_row(name, hosts.get(name, NOT_TOLD), phase, None))
+            rows.append(_row(name, hosts.get(name, UNKNOWN), phase, None))
         elif not is_one_node and phase != "ready":
-            rows.append(_row(NOT_TOLD, name, phase, None))
+            rows.append(_row(UNKNOWN, name, phase, None))
     return rows
 
 
 def _row(rank: str, node: str, state: str, engine: dict[str, Any] | None) -> tuple[str, ...]:
     counts = engine["counts"] if engine else None
-    shown = (NOT_TOLD, NOT_TOLD, NOT_TOLD)
+    shown = (UNKNOWN, UNKNOWN, UNKNOWN)
     if counts:
         shown = (str(counts["running"]), str(counts["waiting"]), f"{counts['kv_usage']:.0%}")
-    return (rank, node, state, *shown, str(engine["restarts"]) if engine else NOT_TOLD)
+    return (rank, node, state, *shown, str(engine["restarts"]) if engine else UNKNOWN)
 
 
 def _summary(
     cluster: dict[str, Any], fleet: dict[str, Any] | None, rows: list[tuple[str, ...]]
 ) -> str:
     serving = sum(row[2] == "ready" for row in rows)
-    wished = fleet["data_parallel_size"] if fleet else len(rows)
+    target = fleet["data_parallel_size"] if fleet else len(rows)
     text = (
-        f"Swell {cluster['version']}, {', '.join(cluster['models'])}: {serving} of {wished} "
+        f"Swell {cluster['version']}, {', '.join(cluster['models'])}: {serving} of {target} "
         f"engines ready, {cluster['num_front_ends']} API servers"
     )
     waiting: dict[str, str] = fleet.get("waiting", {}) if fleet else {}

@@ -41,16 +41,16 @@ _SET_CHILD_SUBREAPER = 36
 # -- what to fork --------------------------------------------------------------------------------
 
 
-class Forked(NamedTuple):
+class ForkableKinds(NamedTuple):
     """The kinds of process that this node forks at its start."""
 
     engines: bool
     front_ends: bool
 
 
-def forked(
+def forkable_kinds(
     config: ServeConfig, engines: Sequence[EngineConfig], *, can_fork: bool, devices: int
-) -> Forked:
+) -> ForkableKinds:
     """Return which processes to fork; a template for a single process would gain nothing.
 
     Args:
@@ -59,8 +59,8 @@ def forked(
         devices: number of CUDA devices visible to engines.
     """
     if config.supervisor.start_method == "exec" or not can_fork:
-        return Forked(engines=False, front_ends=False)
-    return Forked(
+        return ForkableKinds(engines=False, front_ends=False)
+    return ForkableKinds(
         engines=config.ray.data_parallel_backend == "mp"
         and len(engines) > 1
         and all(_can_be_forked(each, devices) for each in engines),
@@ -78,8 +78,14 @@ def _can_be_forked(config: EngineConfig, devices: int) -> bool:
     executor = config.executor
     has_model = executor.executor == "model" and executor.engine_backend == "swell"
     is_bound = bool(executor.bound_to)
-    is_ours = executor.engine_python is None
-    return on_cpu and has_model and is_ours and not is_bound and config.parallel.processes == 1
+    uses_this_interpreter = executor.engine_python is None
+    return (
+        on_cpu
+        and has_model
+        and uses_this_interpreter
+        and not is_bound
+        and config.parallel.processes == 1
+    )
 
 
 def can_fork() -> bool:
@@ -93,20 +99,20 @@ def can_fork() -> bool:
     return True
 
 
-async def begin_templates(
+async def start_templates(
     config: ServeConfig, engines: Sequence[Role], front_ends: Sequence[Role]
 ) -> list["Template"]:
     """Start the templates that the settings allow, and make these roles fork from them."""
     launches: list[EngineLaunch] = [role.launch(0) for role in engines]
-    kinds = forked(
+    kinds = forkable_kinds(
         config,
         [launch.config for launch in launches],
         can_fork=can_fork(),
         devices=visible_devices(os.environ),
     )
-    begun = []
-    for wanted, roles in ((kinds.engines, engines), (kinds.front_ends, front_ends)):
-        if not wanted:
+    started = []
+    for enabled, roles in ((kinds.engines, engines), (kinds.front_ends, front_ends)):
+        if not enabled:
             continue
         first, template = roles[0], Template(len(roles))
         name = f"template of {first.module}"
@@ -119,11 +125,11 @@ async def begin_templates(
             on_status=template.on_status,
             on_line=functools.partial(relay_line, name, config.log.log_format),
         )
-        await template.begin(program, launches[0].config if roles is engines else None)
+        await template.load(program, launches[0].config if roles is engines else None)
         for role in roles:
             role.start = template.start
-        begun.append(template)
-    return begun
+        started.append(template)
+    return started
 
 
 @contextlib.contextmanager
@@ -149,8 +155,10 @@ class Template:
     """
 
     def __init__(self, forks: int) -> None:
-        self._forks_left = forks
-        self._connection, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._remaining_forks = forks
+        self._connection, self._template_end = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
         self._connection.settimeout(ANSWER_TIMEOUT)
         self._child: Child | None = None
         self._ended: asyncio.Task[None] | None = None
@@ -158,14 +166,14 @@ class Template:
         self._decided = asyncio.Event()
         """Set once the template is known to be usable or not."""
 
-    async def begin(self, program: Program, engine: EngineConfig | None) -> None:
+    async def load(self, program: Program, engine: EngineConfig | None) -> None:
         """Start the template, which loads its libraries in the background.
 
         Args:
             program: its module, and what its forks inherit; its launch is made here.
             engine: settings of the engines to fork, if it is a template of engines.
         """
-        with self._its_end as connection:
+        with self._template_end as connection:
             launch = TemplateLaunch(program.name, connection.fileno(), engine)
             inherit = [*program.inherit, connection.fileno()]
             try:
@@ -197,24 +205,24 @@ class Template:
             logger.warning("%s loads its libraries itself: a template takes too long", program.name)
             if self._child is not None:
                 await self._child.end_hung()
-            self._give_up()
+            self._stop()
         if self._usable:
             try:
                 child = await self._fork(program.name)
             except CannotFork as error:
                 logger.warning("%s loads its libraries itself: %s", program.name, error)
-                self._give_up()
+                self._stop()
             else:
-                child.follow(program)
-                self._forks_left -= 1
-                if not self._forks_left:
-                    self._give_up()
+                child.attach(program)
+                self._remaining_forks -= 1
+                if not self._remaining_forks:
+                    self._stop()
                 return child
         return await Child.start(program)
 
     async def close(self) -> None:
         """Kill the template and wait for its exit. Its forks are not affected."""
-        self._give_up()
+        self._stop()
         if self._ended is not None:
             await self._ended
 
@@ -226,14 +234,14 @@ class Template:
     async def _follow(self, child: Child) -> None:
         end = await child.wait()
         if not self._decided.is_set():
-            logger.warning("%s %s before it could be used", child.name, end.how)
+            logger.warning("%s %s before it could be used", child.name, end.description)
         self._decide(usable=False)
 
     def _decide(self, *, usable: bool) -> None:
         self._usable = usable
         self._decided.set()
 
-    def _give_up(self) -> None:
+    def _stop(self) -> None:
         self._decide(usable=False)
         self._connection.close()
         if self._child is not None:
@@ -246,21 +254,21 @@ class Template:
             CannotFork: the template did not fork.
             OSError: no descriptors are left.
         """
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as its_ends:
-            ours, theirs = socket.socketpair()
-            on_failure.callback(ours.close)  # also ends a process that was forked
-            its_ends.callback(theirs.close)
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as child_ends:
+            lifeline, child_end = socket.socketpair()
+            on_failure.callback(lifeline.close)  # also ends a process that was forked
+            child_ends.callback(child_end.close)
             output, its_output = os.pipe()
             pipe = on_failure.enter_context(os.fdopen(output, "rb", 0))
-            its_ends.callback(os.close, its_output)
-            process = ForkedProcess(self._ask([theirs.fileno(), its_output]))
+            child_ends.callback(os.close, its_output)
+            process = ForkedProcess(self._request_fork([child_end.fileno(), its_output]))
             on_failure.callback(process.send_signal, signal.SIGKILL)
-            its_ends.close()
+            child_ends.close()
             await process.read_from(pipe)
             on_failure.pop_all()
-        return Child(name, process, ours)
+        return Child(name, process, lifeline)
 
-    def _ask(self, descriptors: list[int]) -> int:
+    def _request_fork(self, descriptors: list[int]) -> int:
         """Make the template fork; return the pid of the process, which is a child of this one."""
         try:
             with adopting_orphans():

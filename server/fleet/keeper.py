@@ -14,17 +14,17 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
-from engine.shared.lifeline import CANNOT_START, TURN_INTERVAL
+from engine.shared.lifeline import CANNOT_START, CHILD_HEARTBEAT_INTERVAL
 from engine.shared.logs import relay_line
 from engine.shared.messages import (
     ChildFailed,
+    ChildHeartbeat,
     ChildProgress,
     ChildReady,
     ChildStatus,
-    ChildTurn,
     MemberKind,
 )
-from server.fleet.child import Child, Ended, Holder, Program, Starter
+from server.fleet.child import Child, Program, ProgramExit, ProgramHandle, Starter
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class Role:
     inherit: tuple[int, ...] = ()
     start: Starter = Child.start
     """Starts the process, on this node or elsewhere."""
-    holder: Holder | None = None
-    keeping: asyncio.Task[None] | None = None
+    handle: ProgramHandle | None = None
+    keep_task: asyncio.Task[None] | None = None
     """The task that keeps the role running."""
     incarnation: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,7 +108,7 @@ class Role:
     waits_for: str = ""
     """Names of the resources that the process waits for."""
     failure: str | None = None
-    turned_at: float | None = None
+    last_heartbeat_at: float | None = None
     """Time of the main loop's last reported iteration; None before the first."""
     hangs: bool = False
     """Whether the process is being killed because its main loop stalled."""
@@ -149,9 +149,9 @@ class Keeper:
         """Seconds since the keeper was created."""
         return time.monotonic() - self._started_at
 
-    def fill(self, role: Role) -> None:
+    def keep(self, role: Role) -> None:
         """Keep a role running until `release` or `retire`."""
-        role.keeping = asyncio.create_task(self._keep(role))
+        role.keep_task = asyncio.create_task(self._keep_running(role))
 
     async def until_ready(self, roles: Sequence[Role], *others: asyncio.Future[Any]) -> None:
         """Wait until all roles are ready, or one of the other futures is done.
@@ -165,39 +165,39 @@ class Keeper:
                 await role.ready.wait()
 
         ready = asyncio.create_task(all_ready())
-        keepers = [role.keeping for role in roles if role.keeping is not None]
-        waiting: set[asyncio.Future[Any]] = {ready, *others, *keepers}
+        keep_tasks = [role.keep_task for role in roles if role.keep_task is not None]
+        waiting: set[asyncio.Future[Any]] = {ready, *others, *keep_tasks}
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
-        for keeper in keepers:
-            if keeper.done():
-                await keeper  # a keeper ends only by raising StartupFailed
+        for keep_task in keep_tasks:
+            if keep_task.done():
+                await keep_task  # it ends only by raising StartupFailed
 
     async def release(self, role: Role) -> None:
         """Stop watching a role; its current process is left running."""
-        if role.keeping is not None:
-            role.keeping.cancel()
-            await asyncio.gather(role.keeping, return_exceptions=True)
-            role.keeping = None
+        if role.keep_task is not None:
+            role.keep_task.cancel()
+            await asyncio.gather(role.keep_task, return_exceptions=True)
+            role.keep_task = None
 
     async def retire(self, role: Role, within: float) -> None:
         """Stop a role: its process gets `within` seconds for an orderly exit."""
         await self.release(role)
         role.ready.clear()
         role.phase, role.waits_for = "retiring", ""
-        if role.holder is not None and role.holder.alive:
-            role.holder.terminate()
-            ending = asyncio.create_task(role.holder.wait())
+        if role.handle is not None and role.handle.alive:
+            role.handle.terminate()
+            ending = asyncio.create_task(role.handle.wait())
             await asyncio.wait([ending], timeout=within)
-            if role.holder.alive:
+            if role.handle.alive:
                 logger.warning("%s did not end within %.0f s: killed", role.name, within)
-                role.holder.kill()
+                role.handle.kill()
             await ending
         self._report_death(role)
 
-    async def _keep(self, role: Role) -> None:
+    async def _keep_running(self, role: Role) -> None:
         """Keep a role running until cancelled.
 
         Raises:
@@ -205,19 +205,19 @@ class Keeper:
         """
         while True:
             try:
-                wait = await self._hold(role)
+                wait = await self._run_once(role)
             except StartupFailed:
                 raise
             except Exception:
                 logger.exception("%s is restarted: watching it failed", role.name)
-                if role.holder is not None and role.holder.alive:
-                    role.holder.kill()
-                    await role.holder.wait()
+                if role.handle is not None and role.handle.alive:
+                    role.handle.kill()
+                    await role.handle.wait()
                 wait = MAX_SPAWN_BACKOFF
             role.ready.clear()
             await asyncio.sleep(wait)
 
-    async def _hold(self, role: Role) -> float:
+    async def _run_once(self, role: Role) -> float:
         """Run a role's process once; return the seconds until its restart.
 
         Raises:
@@ -231,16 +231,16 @@ class Keeper:
             wait = role.restarts.wait_after_failed_spawn()
             if wait is None:
                 raise StartupFailed(f"{role.name} cannot be started: {error}") from error
-            self._tell(
+            self._print_restart(
                 f"[yellow]{role.name} cannot be started[/]: {escape(str(error) or repr(error))}",
                 wait,
             )
             return wait
-        assert role.holder is not None
+        assert role.handle is not None
         role.hangs = False
         watching = asyncio.create_task(self._watch(role))
         try:
-            end = await role.holder.wait()
+            end = await role.handle.wait()
         finally:
             watching.cancel()
         role.replaced["hung" if role.hangs else "died"] += 1
@@ -252,7 +252,7 @@ class Keeper:
         )
         if wait is None:
             raise StartupFailed(self._explain(role, end))
-        self._tell(f"[yellow]{role.name} {escape(end.how)}[/]", wait)
+        self._print_restart(f"[yellow]{role.name} {escape(end.description)}[/]", wait)
         return wait
 
     async def _watch(self, role: Role) -> None:
@@ -260,35 +260,35 @@ class Keeper:
 
         Excludes processes stopped by a signal, and times when this process itself was stalled.
         """
-        holder = role.holder
-        if not isinstance(holder, Child):
+        handle = role.handle
+        if not isinstance(handle, Child):
             return
         while True:
-            looked_at = time.monotonic()
-            await asyncio.sleep(TURN_INTERVAL)
+            checked_at = time.monotonic()
+            await asyncio.sleep(CHILD_HEARTBEAT_INTERVAL)
             now = time.monotonic()
-            if role.turned_at is None:
+            if role.last_heartbeat_at is None:
                 continue
-            if now - looked_at > 2 * TURN_INTERVAL or holder.is_stopped:
-                role.turned_at = now
-            silence = now - role.turned_at
+            if now - checked_at > 2 * CHILD_HEARTBEAT_INTERVAL or handle.is_stopped:
+                role.last_heartbeat_at = now
+            silence = now - role.last_heartbeat_at
             if silence > self._hang_timeout:
                 role.hangs = True
                 logger.error(
                     "%s hangs: its main loop has made no progress for %.0f s (--hang-timeout); it "
                     "is replaced once it has printed its threads' stacks", role.name, silence,
                 )  # fmt: skip
-                await holder.end_hung()
+                await handle.end_hung()
                 return
 
-    def _tell(self, what: str, wait: float) -> None:
-        self._console.print(f"{what}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
+    def _print_restart(self, message: str, wait: float) -> None:
+        self._console.print(f"{message}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
 
     async def _start(self, role: Role) -> None:
         self._prepare()
         role.incarnation = secrets.randbits(48)
         role.failure = None
-        role.turned_at = None
+        role.last_heartbeat_at = None
         role.phase, role.waits_for = "starting", ""
 
         def on_status(status: ChildStatus) -> None:
@@ -306,8 +306,8 @@ class Keeper:
                         highlight=False,
                         soft_wrap=True,
                     )
-                case ChildTurn():
-                    role.turned_at = time.monotonic()
+                case ChildHeartbeat():
+                    role.last_heartbeat_at = time.monotonic()
                 case ChildFailed(reason):
                     role.failure = reason
 
@@ -321,11 +321,11 @@ class Keeper:
             on_status=on_status,
             on_line=functools.partial(relay_line, role.name, self._log_format),
         )
-        role.holder = await role.start(program)
+        role.handle = await role.start(program)
 
-    def _explain(self, role: Role, end: Ended) -> str:
+    def _explain(self, role: Role, end: ProgramExit) -> str:
         if end.code == CANNOT_START and role.failure is not None:
             return f"{role.name}: {role.failure}"
-        assert role.holder is not None
-        lines = "\n".join(f"    {line}" for line in role.holder.last_lines)
-        return f"{role.name} {end.how} while {role.phase}. Its last output:\n{lines}"
+        assert role.handle is not None
+        lines = "\n".join(f"    {line}" for line in role.handle.last_lines)
+        return f"{role.name} {end.description} while {role.phase}. Its last output:\n{lines}"

@@ -20,7 +20,7 @@ from engine.shared.messages import (
     Refused,
     RestartEngines,
     ScaleEngines,
-    ScaleWish,
+    ScalingRequest,
     encode,
 )
 from engine.shared.scope import node_name
@@ -29,7 +29,7 @@ from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION, next_protocol
 from server.fleet.scaling import EngineScaler
 from server.router.load_table import MAX_ENGINES
 
-_LOOK_INTERVAL = 0.1
+_POLL_INTERVAL = 0.1
 """Seconds between checks whether a report is due."""
 
 
@@ -50,7 +50,7 @@ class NodeScaling:
         self._interval = interval
         self._protocol = PROTOCOL_VERSION
         self._assigned = 0
-        self._wish: ScaleWish | None = None
+        self._request: ScalingRequest | None = None
         self._order: NodeOrder | None = None
         self._error: str | None = None
         self._reported: NodeReport | None = None
@@ -75,8 +75,8 @@ class NodeScaling:
     def receive(self, order: NodeOrder) -> Assignment | None:
         """Process an order; return the assignment if it is new."""
         self._order = order
-        if self._wish is not None and order.heard == self._wish.number:
-            self._wish, self._error = None, order.error
+        if self._request is not None and order.acknowledged == self._request.number:
+            self._request, self._error = None, order.error
         assignment = order.assignment
         if assignment is None or assignment.number <= self._assigned:
             return None
@@ -90,7 +90,7 @@ class NodeScaling:
             self._protocol = next_protocol(self._protocol)
             if self._protocol != PROTOCOL_VERSION:
                 return  # the other protocol is tried first
-        self._wish, self._error = None, f"the coordinator refused this node: {reason}"
+        self._request, self._error = None, f"the coordinator refused this node: {reason}"
 
     def handle(self, request: ControlRequest, own: ControlStatus) -> ControlStatus:
         """Record an operator's request; return the state of all nodes."""
@@ -99,15 +99,15 @@ class NodeScaling:
                 error = f"there can be 1 to {MAX_ENGINES} engines, not {size}"
                 return self._status(own, error)
             case ScaleEngines(size):
-                self._ask(size)
+                self._request_scaling(size)
             case RestartEngines():
-                self._ask(None)
+                self._request_scaling(None)
             case ControlQuery():
                 pass
         return self._status(own, self._error)
 
-    def _ask(self, size: int | None) -> None:
-        self._wish = ScaleWish(1 + secrets.randbits(48), size)
+    def _request_scaling(self, size: int | None) -> None:
+        self._request = ScalingRequest(1 + secrets.randbits(48), size)
         self._error = None
         self._due = float("-inf")
 
@@ -116,7 +116,7 @@ class NodeScaling:
             incarnation=self._incarnation,
             engines=self._own(own),
             assigned=self._assigned,
-            wish=self._wish,
+            request=self._request,
             leaving=leaving,
             protocol=self._protocol,
             version=SWELL_VERSION,
@@ -132,19 +132,19 @@ class NodeScaling:
         nodes = [self._own(own)]
         if self._order is not None:
             # The local state is newer than the coordinator's copy.
-            here = self._order.you
-            nodes = [*self._order.nodes[:here], *nodes, *self._order.nodes[here + 1 :]]
-        seen: Counter[str] = Counter()
+            index = self._order.recipient
+            nodes = [*self._order.nodes[:index], *nodes, *self._order.nodes[index + 1 :]]
+        names: Counter[str] = Counter()
         for at, node in enumerate(nodes):  # number the supervisors that share a name
-            seen[node.name] += 1
-            if (number := seen[node.name]) > 1:
+            names[node.name] += 1
+            if (number := names[node.name]) > 1:
                 nodes[at] = msgspec.structs.replace(node, name=f"{node.name}#{number}")
         if error is None:
             failed = [f"{node.name}: {node.error}" for node in nodes if node.error is not None]
             error = "; ".join(failed) or None
         size = sum(node.target for node in nodes)
-        if self._wish is not None and self._wish.size is not None:
-            size = self._wish.size
+        if self._request is not None and self._request.size is not None:
+            size = self._request.size
         return ControlStatus(
             data_parallel_size=size,
             engines={
@@ -152,7 +152,7 @@ class NodeScaling:
                 for node in nodes
                 for number, phase in node.phases.items()
             },
-            busy=self._wish is not None
+            busy=self._request is not None
             or own.busy
             or (self._order is not None and self._order.busy),
             error=error,
@@ -196,7 +196,7 @@ class NodeLink:
         """Report until cancelled."""
         while True:
             self._report()
-            await asyncio.sleep(_LOOK_INTERVAL)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _report(self) -> None:
         report = self._scaling.tick(self._scaler.status, time.monotonic())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.shared.config import EngineConfig
 from engine.shared.cpu.machine import read_topology
-from engine.shared.cpu.plan import CpuPlan, Wish, make_plan
+from engine.shared.cpu.plan import BindRequest, CpuPlan, make_plan
 from server.config import ServeConfig
 from server.router.load_table import MAX_ENGINES
 
@@ -31,13 +31,13 @@ def engine_capacity(config: ServeConfig, devices: int) -> int:
     0 if the configured number is 0; a larger configured number than seems to fit is accepted.
     """
     parallel = config.parallel
-    told = parallel.engines_on_node
-    if not told or parallel.data_parallel_lb == "external":
-        return told
+    configured = parallel.engines_on_node
+    if not configured or parallel.data_parallel_lb == "external":
+        return configured
     on_cpu = config.model.device == "cpu" or config.executor.executor == "simulated"
     if on_cpu or not devices:
         return MAX_ENGINES
-    return max(told, devices // parallel.processes)
+    return max(configured, devices // parallel.processes)
 
 
 def plan_cpus(
@@ -60,7 +60,7 @@ def plan_cpus(
     if devices is None:
         devices = visible_devices(os.environ)
     on_cpu = device == "cpu" or (device == "auto" and not devices)
-    wish = Wish(
+    request = BindRequest(
         bind=executor.cpu_bind,
         engines=config.parallel.engines_on_node,
         processes=config.parallel.processes_on_node,
@@ -68,10 +68,10 @@ def plan_cpus(
         threads=executor.threads,
         on_cpu=on_cpu and executor.executor == "model",
     )
-    return make_plan(wish, None if executor.cpu_bind == "none" else read_topology())
+    return make_plan(request, None if executor.cpu_bind == "none" else read_topology())
 
 
-def of_engine_alone(config: EngineConfig) -> EngineConfig:
+def of_standalone_engine(config: EngineConfig) -> EngineConfig:
     """Return the settings of an engine without a supervisor, bound to its own CPUs.
 
     Raises:

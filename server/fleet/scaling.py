@@ -23,13 +23,13 @@ from server.router.load_table import MAX_ENGINES
 
 logger = logging.getLogger(__name__)
 
-LEAVE_AFTER = 30.0
+IDLE_NODE_TIMEOUT = 30.0
 """Seconds without engines after which a node's API server is stopped: longer than a restart."""
 
-LOOK_INTERVAL = 0.5
+POLL_INTERVAL = 0.5
 """Seconds between checks of the engines' nodes."""
 
-REPLACED_OF = 16
+REPLACEMENT_DIVISOR = 16
 """One engine in 16, and at least one, is replaced at a time, so that the others keep serving."""
 
 
@@ -41,7 +41,7 @@ class EngineScaler:
         make_role: makes the role of a rank.
         retire_within: seconds for a retiring engine to exit.
         start_within: seconds for a new engine to become ready.
-        is_alone: whether there cannot be a second engine.
+        is_single: whether there cannot be a second engine.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class EngineScaler:
         *,
         retire_within: float,
         start_within: float,
-        is_alone: bool = False,
+        is_single: bool = False,
     ) -> None:
         self.engines = engines
         self._keeper = keeper
         self._make_role = make_role
         self._retire_within = retire_within
         self._start_within = start_within
-        self._is_alone = is_alone
+        self._is_single = is_single
         self._target = len(engines)
-        self._restart_wanted = False
-        self._wished = asyncio.Event()
-        self._newer_wish = asyncio.Event()
+        self._restart_requested = False
+        self._target_changed = asyncio.Event()
+        self._newer_target = asyncio.Event()
         """Set and replaced with each request."""
         self._busy = False
         self._error: str | None = None
@@ -73,29 +73,29 @@ class EngineScaler:
         match request:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
-            case ScaleEngines(size) if self._is_alone and size > 1:
+            case ScaleEngines(size) if self._is_single and size > 1:
                 return self._status("an engine that spans nodes (--nnodes) is the only one")
             case ScaleEngines(size):
                 self._target = size
             case RestartEngines():
-                self._restart_wanted = True
+                self._restart_requested = True
             case ControlQuery():
                 return self.status
-        self._begin()
+        self._start_change()
         return self._status(None)
 
     def assign(self, target: int, *, restart: bool) -> None:
         """Apply the cluster-wide decision: run `target` engines (0 is allowed), or replace each."""
         self._target = target
-        self._restart_wanted |= restart
-        self._begin()
+        self._restart_requested |= restart
+        self._start_change()
 
-    def _begin(self) -> None:
+    def _start_change(self) -> None:
         self._error = None
         self._busy = True
-        self._wished.set()
-        self._newer_wish.set()
-        self._newer_wish = asyncio.Event()
+        self._target_changed.set()
+        self._newer_target.set()
+        self._newer_target = asyncio.Event()
 
     @property
     def status(self) -> ControlStatus:
@@ -106,8 +106,8 @@ class EngineScaler:
         status = ControlStatus(self._target, {}, self._busy, error, hosts={}, waiting={})
         for rank, role in sorted(self.engines.items()):
             status.engines[str(rank)] = role.phase
-            if role.holder is not None and role.holder.node:
-                status.hosts[str(rank)] = role.holder.node
+            if role.handle is not None and role.handle.node:
+                status.hosts[str(rank)] = role.handle.node
             if role.waits_for:
                 status.waiting[str(rank)] = role.waits_for
         return status
@@ -115,36 +115,36 @@ class EngineScaler:
     async def run(self) -> None:
         """Apply requests until cancelled."""
         while True:
-            await self._wished.wait()
-            self._wished.clear()
+            await self._target_changed.wait()
+            self._target_changed.clear()
             try:
                 target = self._target
                 missing = [rank for rank in range(target) if rank not in self.engines]
                 surplus = sorted(rank for rank in self.engines if rank >= target)
                 await _all_of(self._add(rank, resizing=True) for rank in missing)
                 await _all_of(self._retire(rank) for rank in surplus)
-                if self._restart_wanted:
-                    self._restart_wanted = False
+                if self._restart_requested:
+                    self._restart_requested = False
                     await self._replace_all()
             except (StartupFailed, TimeoutError) as error:
-                self._give_up(str(error) or "an engine was not ready in time")
+                self._fail(str(error) or "an engine was not ready in time")
             except Exception as error:
                 logger.exception("scaling failed")
-                self._give_up(f"scaling failed: {error!r}")
-            self._busy = self._wished.is_set()
+                self._fail(f"scaling failed: {error!r}")
+            self._busy = self._target_changed.is_set()
 
-    def _give_up(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._error = reason
         logger.error("scaling: %s", reason)
         self._target = len(self.engines)
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
-        spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_alone else None
+        spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_single else None
         if spare is not None:
             await self._add(spare)  # serves while the only engine is replaced
         # The first alone: if its successor cannot start, the others keep running.
-        at_once = max(1, len(ranks) // REPLACED_OF)
+        at_once = max(1, len(ranks) // REPLACEMENT_DIVISOR)
         batches = [ranks[first : first + at_once] for first in range(1, len(ranks), at_once)]
         for batch in [ranks[:1], *batches]:
             await _all_of(self._replace(rank) for rank in batch)
@@ -159,11 +159,11 @@ class EngineScaler:
         role = self._make_role(rank)
         role.restarts = Restarts(proven=proven)
         self.engines[rank] = role
-        self._keeper.fill(role)
+        self._keeper.keep(role)
         try:
             async with asyncio.timeout(self._start_within):
                 if resizing:
-                    await self._ready_or_unwanted(rank, role)
+                    await self._ready_or_surplus(rank, role)
                 else:
                     await self._keeper.until_ready([role])
         except StartupFailed:
@@ -176,13 +176,13 @@ class EngineScaler:
         if resizing and rank >= self._target and not role.ready.is_set():
             await self._retire(rank)
 
-    async def _ready_or_unwanted(self, rank: int, role: Role) -> None:
+    async def _ready_or_surplus(self, rank: int, role: Role) -> None:
         """Wait for a new engine, whose machine may not exist yet.
 
         A newer request for fewer engines ends the wait.
         """
         while rank < self._target and not role.ready.is_set():
-            newer = asyncio.create_task(self._newer_wish.wait())
+            newer = asyncio.create_task(self._newer_target.wait())
             try:
                 await self._keeper.until_ready([role], newer)
             finally:
@@ -222,9 +222,9 @@ class NodeApiServers:
         self._engines = engines
         self._make_role = make_role
         self._drain_within = drain_within
-        self._had_engines: dict[str, float] = {}
+        self._last_engine_at: dict[str, float] = {}
         """When each node was last seen with engines."""
-        self._not_before: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     async def until_ready(self, *others: asyncio.Future[Any]) -> None:
@@ -233,40 +233,40 @@ class NodeApiServers:
         Raises:
             StartupFailed: one could not start.
         """
-        self.look(time.monotonic())
+        self.update(time.monotonic())
         await self._keeper.until_ready(list(self.roles.values()), *others)
 
     async def run(self) -> None:
         """Follow the engines until cancelled."""
         while True:
-            self.look(time.monotonic())
-            await asyncio.sleep(LOOK_INTERVAL)
+            self.update(time.monotonic())
+            await asyncio.sleep(POLL_INTERVAL)
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Start API servers on nodes that gained engines, and stop those on nodes without."""
-        holders = [role.holder for role in self._engines.values() if role.holder is not None]
-        for node in {holder.node for holder in holders} - {""}:
-            self._had_engines[node] = now
-            if node not in self.roles and now >= self._not_before.get(node, now):
+        handles = [role.handle for role in self._engines.values() if role.handle is not None]
+        for node in {handle.node for handle in handles} - {""}:
+            self._last_engine_at[node] = now
+            if node not in self.roles and now >= self._retry_at.get(node, now):
                 role = self._make_role(node)
                 if role is not None:
                     self.roles[node] = role
-                    self._keeper.fill(role)
-        for node, there in list(self.roles.items()):
+                    self._keeper.keep(role)
+        for node, server in list(self.roles.items()):
             if node in self._leaving:
                 continue
-            keeping = there.keeping
-            if keeping is not None and keeping.done():
+            keep_task = server.keep_task
+            if keep_task is not None and keep_task.done():
                 # Retry later: on a node that joined after the start, a failure does not end the
                 # stack.
-                reason = None if keeping.cancelled() else keeping.exception()
+                reason = None if keep_task.cancelled() else keep_task.exception()
                 logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
-                self._not_before[node] = now + MAX_BACKOFF
+                self._retry_at[node] = now + MAX_BACKOFF
                 del self.roles[node]
-            elif now - self._had_engines[node] > LEAVE_AFTER:
-                self._leaving[node] = asyncio.create_task(self._leave(node, there))
+            elif now - self._last_engine_at[node] > IDLE_NODE_TIMEOUT:
+                self._leaving[node] = asyncio.create_task(self._remove(node, server))
 
-    async def _leave(self, node: str, role: Role) -> None:
+    async def _remove(self, node: str, role: Role) -> None:
         try:
             await self._keeper.retire(role, self._drain_within)
         finally:

@@ -28,11 +28,11 @@ from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
 from server.fleet.backend import BadNode, CannotServe, ProcessBackend, check_span
 from server.fleet.child import watch_children_without_threads
-from server.fleet.forking import Template, begin_templates
+from server.fleet.forking import Template, start_templates
 from server.fleet.keeper import Keeper, Role, StartupFailed
 from server.fleet.node_link import NodeLink
 from server.fleet.node_resources import engine_capacity, visible_devices
-from server.fleet.places import control_address, coordinator_role, front_end_roles
+from server.fleet.roles import control_address, coordinator_role, front_end_roles
 from server.fleet.scaling import EngineScaler, NodeApiServers
 from server.fleet.usage_report import begin_usage_report, end_usage_report
 
@@ -47,7 +47,7 @@ STOP_TIMEOUT = 5.0
 PROGRESS_INTERVAL = 2.0
 """Seconds between log lines about processes that are not ready yet."""
 
-MEND_INTERVAL = 1.0
+MAINTENANCE_INTERVAL = 1.0
 """Seconds between checks of the node's directory."""
 
 
@@ -66,7 +66,7 @@ class Supervisor:
         self._backend = backend
         self._console = console
         self._node = node
-        config, leads, self._is_alone, is_new = backend.joined
+        config, leads, self._is_single_node, is_new = backend.joined
         self._config = config.changed(cluster={"socket_dir": str(self._node.path)})
         self._listener: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = make_context()
@@ -81,8 +81,8 @@ class Supervisor:
         )
         self._front_ends: list[Role] = []
         self._engines = {
-            place: backend.engine_role(self._config, place, numbered=True)
-            for place in range(config.parallel.engines_on_node)
+            slot: backend.engine_role(self._config, slot, numbered=True)
+            for slot in range(config.parallel.engines_on_node)
         }
         self._node_api_servers: NodeApiServers | None = None
         self._templates: list[Template] = []
@@ -108,8 +108,8 @@ class Supervisor:
                     self._config,
                     self._node,
                     self._listener.fileno(),
-                    numbered=self._is_alone,
-                    scalable=not self._is_alone or bool(self._engines),
+                    numbered=self._is_single_node,
+                    scalable=not self._is_single_node or bool(self._engines),
                     cpus=self._backend.cpus_of_others,
                 )
             if self._config.ray.api_server_placement == "every-node":
@@ -140,7 +140,9 @@ class Supervisor:
 
     def _check(self) -> None:
         here = self._config.supervisor.api_server_count + len(self._engines)
-        lacks = self._is_alone and not (self._config.supervisor.api_server_count and self._engines)
+        lacks = self._is_single_node and not (
+            self._config.supervisor.api_server_count and self._engines
+        )
         if lacks or not here:
             raise StartupFailed(
                 "a node that no other can join needs engines and API servers of its own"
@@ -178,25 +180,25 @@ class Supervisor:
         # Front ends alone wait for engines without a limit; their probes report it.
         timeout = self._config.supervisor.startup_timeout if self._engines else None
         stopping = asyncio.create_task(self._stop.wait())
-        telling = asyncio.create_task(self._tell_progress())
+        logging_progress = asyncio.create_task(self._log_progress())
         engines = list(self._engines.values())
-        self._templates = await begin_templates(self._config, engines, self._front_ends)
+        self._templates = await start_templates(self._config, engines, self._front_ends)
         try:
             async with asyncio.timeout(timeout):
                 for group in (self._coordinator, others):
                     for role in group:
-                        self._keeper.fill(role)
+                        self._keeper.keep(role)
                     await self._keeper.until_ready(group, stopping)
                 if self._node_api_servers is not None and not self._stop.is_set():
                     await self._node_api_servers.until_ready(stopping)
         except TimeoutError:
-            places = [*self._coordinator, *others, *self._remote_front_ends]
-            late = [role for role in places if not role.ready.is_set()]
+            roles = [*self._coordinator, *others, *self._remote_front_ends]
+            late = [role for role in roles if not role.ready.is_set()]
             names = ", ".join(f"{role.name} ({role.phase})" for role in late)
             raise StartupFailed(f"not ready within {timeout:.0f} s: {names}") from None
         finally:
             stopping.cancel()
-            telling.cancel()
+            logging_progress.cancel()
         if not self._stop.is_set():  # else roles waiting for a template would start without it
             await self._close_templates()
 
@@ -204,22 +206,22 @@ class Supervisor:
         for each in self._templates:
             await each.close()
 
-    async def _tell_progress(self) -> None:
-        told: dict[str, str] = {}
+    async def _log_progress(self) -> None:
+        logged: dict[str, str] = {}
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL)
             for role in self._engines.values() or self._front_ends:
-                if not role.ready.is_set() and told.get(role.name) != role.phase:
-                    told[role.name] = role.phase
-                    self._say(f"{role.name}: {escape(role.phase)}")
+                if not role.ready.is_set() and logged.get(role.name) != role.phase:
+                    logged[role.name] = role.phase
+                    self._print(f"{role.name}: {escape(role.phase)}")
 
     def _report_death(self, role: Role) -> None:
         """Report a death to the coordinator, which would otherwise detect it by missing
         heartbeats."""
         if role.member is None:
             return
-        for left_behind in self._node.path.glob(f"{role.incarnation:x}-*"):
-            left_behind.unlink(missing_ok=True)  # sockets of a killed front end
+        for socket_file in self._node.path.glob(f"{role.incarnation:x}-*"):
+            socket_file.unlink(missing_ok=True)  # sockets of a killed front end
         if self._registration is None:
             try:
                 transport = Transport(self._config.cluster, self._context)
@@ -242,25 +244,25 @@ class Supervisor:
             host, port = self._listener.getsockname()[:2]
             address = f"{self._config.guards.scheme}://{join_host_port(host, port)}"
         elapsed = self._keeper.elapsed
-        self._say(
+        self._print(
             f"[bold green]swell is ready[/] after {elapsed:.1f} s: {address}  (Ctrl-C stops it)"
         )
         parallel, head = self._config.parallel, self._config.nodes.data_parallel_address
         here, size = parallel.engines_on_node, parallel.data_parallel_size
         if self._coordinator and head is not None and here < size:
-            self._say(
+            self._print(
                 f"{here} of {size} engines are on this node. Others join it with --headless "
                 f"--data-parallel-address {head} and the same --data-parallel-size and cluster key"
             )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     async def _scale_until_stopped(self) -> None:
-        def engine_role(place: int) -> Role:
+        def engine_role(slot: int) -> Role:
             # Higher ranks may belong to other nodes, so the coordinator assigns them.
-            numbered = self._is_alone or place < self._config.parallel.engines_on_node
-            return self._backend.engine_role(self._config, place, numbered=numbered)
+            numbered = self._is_single_node or slot < self._config.parallel.engines_on_node
+            return self._backend.engine_role(self._config, slot, numbered=numbered)
 
         scaler = EngineScaler(
             self._keeper,
@@ -268,7 +270,7 @@ class Supervisor:
             engine_role,
             retire_within=self._config.cluster.drain_timeout + STOP_TIMEOUT,
             start_within=self._config.supervisor.startup_timeout,
-            is_alone=self._config.parallel.nnodes > 1,
+            is_single=self._config.parallel.nnodes > 1,
         )
         transport = Transport(self._config.cluster, self._context)
         socket = transport.bind(zmq.ROUTER, control_address(self._node.path))
@@ -291,7 +293,7 @@ class Supervisor:
             requests.send(sender, encode(status))
 
         requests.attach(asyncio.get_running_loop(), answer)
-        tasks.append(asyncio.create_task(self._mend(transport)))
+        tasks.append(asyncio.create_task(self._maintain(transport)))
         try:
             await self._stop.wait()
         finally:
@@ -307,19 +309,19 @@ class Supervisor:
         servers = self._node_api_servers
         return [] if servers is None else list(servers.roles.values())
 
-    async def _mend(self, transport: Transport) -> None:
-        told = ""
+    async def _maintain(self, transport: Transport) -> None:
+        logged = ""
         while True:
-            await asyncio.sleep(MEND_INTERVAL)
+            await asyncio.sleep(MAINTENANCE_INTERVAL)
             reason = ""
             try:
                 self._node.keep()
-                transport.mend()
+                transport.maintain()
             except Exception as error:
                 reason = str(error) or repr(error)
-            if reason and reason != told:
+            if reason and reason != logged:
                 logger.error("removed files in %s cannot be restored: %s", self._node.path, reason)
-            told = reason
+            logged = reason
 
     # -- stopping --------------------------------------------------------------------------------
 
@@ -334,30 +336,32 @@ class Supervisor:
             self._report_death(role)  # so that engines need not finish their requests
         await self._end([role for role in engines if not role.ready.is_set()], 0.0)
         # Serving engines may have requests of front ends on other nodes.
-        await self._end(engines, 0.0 if self._is_alone else self._config.cluster.drain_timeout)
+        await self._end(
+            engines, 0.0 if self._is_single_node else self._config.cluster.drain_timeout
+        )
         await self._end(self._coordinator, 0.0)
 
-    async def _end(self, roles: Sequence[Role], promised: float) -> None:
+    async def _end(self, roles: Sequence[Role], drain_timeout: float) -> None:
         """Terminate these roles' processes; kill those that have not exited in time.
 
         Args:
-            promised: seconds for finishing their work; a second signal ends the wait.
+            drain_timeout: seconds for finishing their work; a second signal ends the wait.
         """
-        children = [role.holder for role in roles if role.holder is not None]
+        children = [role.handle for role in roles if role.handle is not None]
         if not children:
             return
         for child in children:
             child.terminate()
-        endings = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
+        exits = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
         force = asyncio.ensure_future(self._force.wait())
-        waiting: set[asyncio.Future[Any]] = {endings, force}
-        within = promised + STOP_TIMEOUT
+        waiting: set[asyncio.Future[Any]] = {exits, force}
+        within = drain_timeout + STOP_TIMEOUT
         await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         for child in children:
             if child.alive:
                 logger.warning("%s did not stop in time: killed", child.name)
                 child.kill()
-        await endings
+        await exits
         force.cancel()
 
 
@@ -367,7 +371,7 @@ async def _restart_on_error(run: Callable[[], Awaitable[None]]) -> None:
             await run()
         except Exception:
             logger.exception("a task of the supervisor failed and is restarted")
-        await asyncio.sleep(MEND_INTERVAL)
+        await asyncio.sleep(MAINTENANCE_INTERVAL)
 
 
 def run(config: ServeConfig) -> int:

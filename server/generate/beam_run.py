@@ -75,19 +75,19 @@ class BeamRun:
         return list(enumerate(deltas))
 
     async def _search(self, index: int, prompt: Prompt) -> list[Beam]:
-        request, asked = self._request, self._request.sampling
-        ends = frozenset(asked.stop_token_ids)
-        if not asked.ignore_eos:
+        request, requested = self._request, self._request.sampling
+        ends = frozenset(requested.stop_token_ids)
+        if not requested.ignore_eos:
             ends |= self._table.tokenizer.eos_token_ids
-        search = BeamSearch(self._beams, asked.max_tokens, ends, request.logprobs or 0)
+        search = BeamSearch(self._beams, requested.max_tokens, ends, request.logprobs or 0)
         sampling = SamplingParams(
             max_tokens=1,
-            seed=asked.seed,
+            seed=requested.seed,
             temperature=0.0,
             ignore_eos=True,
             logprobs=min(search.num_alternatives, self._table.tokenizer.vocab_size),
         )
-        params = PromptParams(len(prompt.token_ids), asked.max_tokens, request.n, request.n)
+        params = PromptParams(len(prompt.token_ids), requested.max_tokens, request.n, request.n)
         timers: list[SequenceTimer] = []
         while search.running:
             streams = [self._submit(prompt, beam, sampling) for beam in search.running]

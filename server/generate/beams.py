@@ -119,7 +119,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     logprob_sum: float
     beam: Beam
     scores: TokenLogprob
-    place: int
+    rank: int
     """Rank of the token among the beam's next tokens, 0 for the most likely."""
 
 
@@ -150,16 +150,16 @@ class BeamSearch:
         """Extend every beam in `running` by its most likely next tokens."""
         candidates = sorted(
             [
-                _Candidate(beam.logprob_sum + logprob, beam, scores, place)
+                _Candidate(beam.logprob_sum + logprob, beam, scores, rank)
                 for beam, scores in zip(self.running, following, strict=True)
-                for place, logprob in enumerate(scores.top_logprobs[: self.num_alternatives])
+                for rank, logprob in enumerate(scores.top_logprobs[: self.num_alternatives])
             ],
             key=lambda candidate: -candidate.logprob_sum,
         )[: self.num_alternatives]
         width = self._beams.width
         length = len(self.running[0].token_ids) + 1
         at_end = [
-            length == self._max_tokens or each.scores.top_ids[each.place] in self._ends
+            length == self._max_tokens or each.scores.top_ids[each.rank] in self._ends
             for each in candidates
         ]
         self._finish([each for each, ends in zip(candidates[:width], at_end, strict=False) if ends])
@@ -187,16 +187,16 @@ class BeamSearch:
         full = len(self._finished) == self._beams.width
         early, penalty = self._beams.early_stopping, self._beams.length_penalty
         if full:
-            most = self._max_tokens if early == "never" and penalty > 0 else length
-            best_possible = self.running[0].logprob_sum / most**penalty
+            length_limit = self._max_tokens if early == "never" and penalty > 0 else length
+            best_possible = self.running[0].logprob_sum / length_limit**penalty
             self._open = self._open and best_possible > self._finished[-1][0]
         return self._open and not (full and early is True)
 
     def _extended(self, candidate: _Candidate) -> Beam:
-        beam, scores, place = candidate.beam, candidate.scores, candidate.place
-        token_id = scores.top_ids[place]
+        beam, scores, rank = candidate.beam, candidate.scores, candidate.rank
+        token_id = scores.top_ids[rank]
         top_ids, top_logprobs = scores.top_ids[: self._shown], scores.top_logprobs[: self._shown]
-        chosen = TokenLogprob(scores.top_logprobs[place], place + 1, top_ids, top_logprobs)
+        chosen = TokenLogprob(scores.top_logprobs[rank], rank + 1, top_ids, top_logprobs)
         return Beam(
             (*beam.token_ids, token_id),
             (*beam.scores, chosen),

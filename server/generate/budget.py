@@ -49,30 +49,30 @@ def room_for_output(request: GenerationRequest, prompt_tokens: int) -> int:
         ApiError: the answer could become too large; `param` names the responsible field.
     """
     sequences = request.num_sequences
-    asked = min(request.max_tokens or 1, request.max_model_len)
+    max_tokens = min(request.max_tokens or 1, request.max_model_len)
     shown = prompt_tokens * request.best_of
     tokens = limits.MAX_ANSWER_TOKENS - (shown if request.repeats_prompt else 0)
-    if sequences * asked > tokens:
+    if sequences * max_tokens > tokens:
         field = request.tokens_field
         raise invalid_field(
             field,
-            f"{sequences} sequences of {asked} tokens, with the prompts that the "
+            f"{sequences} sequences of {max_tokens} tokens, with the prompts that the "
             f"answer repeats, are more than the {limits.MAX_ANSWER_TOKENS} that a request may have",
         )
     if request.fields.use_beam_search:
         of_beams = limits.MAX_BEAM_TOKENS - shown  # in addition to their prompt tokens
-        if sequences * asked > of_beams:
+        if sequences * max_tokens > of_beams:
             raise invalid_field(
                 "n",
-                f"{sequences} beams with {shown} tokens of their prompts and {asked} more for each "
-                f"are more than the {limits.MAX_BEAM_TOKENS} that a search sends to engines at "
-                "each step",
+                f"{sequences} beams with {shown} tokens of their prompts and {max_tokens} more for "
+                f"each are more than the {limits.MAX_BEAM_TOKENS} that a search sends to engines "
+                "at each step",
             )
         tokens = min(tokens, of_beams)
     room = tokens // sequences
     per_token = request.scores
     scores = limits.MAX_SCORES - shown * request.prompt_scores
-    if scores < sequences * asked * per_token or scores < 0:
+    if scores < sequences * max_tokens * per_token or scores < 0:
         of_answer = per_token and scores >= 0
         field = request.scores_field if of_answer else request.prompt_scores_field
         raise invalid_field(

@@ -86,14 +86,16 @@ def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[
     _check_arguments(messages)
     shown_tools = hide(tools.shown)
     turns = [_turn(message, index, images, hide) for index, message in enumerate(messages)]
-    knows_tools = not model.formats.tells_tools or (template is not None and "tools" in template)
+    knows_tools = not model.formats.describes_tools or (
+        template is not None and "tools" in template
+    )
     shown: list[tuple[list[JsonObject], list[JsonObject] | None]] = []
     for form in _forms(turns):
         if knows_tools or not shown_tools:
             shown.append((form, shown_tools or None))
         else:  # many templates take no system message
             for in_system in (True, False):
-                shown.append((told(form, shown_tools, in_system=in_system), None))
+                shown.append((with_tools_as_text(form, shown_tools, in_system=in_system), None))
     begins_turn = source.add_generation_prompt
     return [
         Rendering(
@@ -122,7 +124,7 @@ To call a function, write its name and arguments as JSON between these tags:
 The result comes back between <tool_response> and </tool_response>."""
 
 
-def told(
+def with_tools_as_text(
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     *,
@@ -142,9 +144,9 @@ def told(
     role = "system" if in_system else "user"
     for turn in plain:
         if turn["role"] == role or (in_system and turn["role"] == "developer"):
-            before = turn["content"]
-            whole = (before, instruction) if in_system else (instruction, before)
-            turn["content"] = "\n\n".join(filter(None, whole))
+            content = turn["content"]
+            parts = (content, instruction) if in_system else (instruction, content)
+            turn["content"] = "\n\n".join(filter(None, parts))
             return plain
     return [{"role": role, "content": instruction}, *plain]
 
@@ -207,9 +209,9 @@ def image_parts(
     """
     found = []
     for index, message in enumerate(messages):
-        for place, part in enumerate(message.parts):
+        for position, part in enumerate(message.parts):
             if isinstance(part, MediaPart) and part.url is not None:
-                field = f"messages[{index}].content[{place}]"
+                field = f"messages[{index}].content[{position}]"
                 if message.role == "assistant":
                     raise invalid_field(field, "assistants send no images")
                 found.append((message, field, part))
@@ -227,8 +229,8 @@ def _check_arguments(messages: Sequence[ChatMessage]) -> None:
                     total = total.plus(price(arguments.encode("utf-8", "replace")))
                     total.check()
                 except TooCostly as error:
-                    place = f"messages[{index}].tool_calls[{position}].function.arguments"
-                    raise too_complex(error, place) from error
+                    field = f"messages[{index}].tool_calls[{position}].function.arguments"
+                    raise too_complex(error, field) from error
 
 
 def _turn(
@@ -307,16 +309,16 @@ def _content(
     for index, part in enumerate(content):
         if isinstance(part, RefusalPart):
             if not is_assistant:
-                place = f"{field}.content[{index}]"
-                raise invalid_field(place, _ONLY_ASSISTANTS)
+                part_field = f"{field}.content[{index}]"
+                raise invalid_field(part_field, _ONLY_ASSISTANTS)
             texts.append(hide(part.refusal))
         elif id(part) in images:
             has_images = True
             texts.append(IMAGE)
         elif isinstance(part, MediaPart):
             if message.role not in ("tool", "function"):
-                place = f"{field}.content[{index}]"
-                raise invalid_field(place, f"{_why_not(part, hide)}; send no {part.type}")
+                part_field = f"{field}.content[{index}]"
+                raise invalid_field(part_field, f"{_why_not(part, hide)}; send no {part.type}")
             texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
         else:
             texts.append(hide(part.text))

@@ -19,7 +19,7 @@ from engine.shared.fair_threads import FairExecutor, QueueFull
 from engine.shared.grammar_spec import BadGrammar
 from engine.shared.messages import GrammarSpec, LarkGrammar
 from server.errors import invalid_field, unavailable
-from server.generate.grammar_process import NOTHING, Check, Found, GrammarText
+from server.generate.grammar_process import NOTHING, Check, GrammarText, JobResult
 from server.generate.structural_tags import StructuralTag, lark_from_tag
 from server.helper_process import HelperProcess
 from server.limits import MAX_CHECK_SECONDS
@@ -45,15 +45,15 @@ class GrammarCheck:
         self._processes = queue.SimpleQueue[HelperProcess]()
         for _ in range(CHECK_THREADS):
             self._processes.put(HelperProcess(_PROCESS, NOTHING))
-        self._found: OrderedDict[bytes, str | None] = OrderedDict()
+        self._run_job: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def require(
-        self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int = 0
+        self, grammar: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int = 0
     ) -> GrammarSpec:
         """Check that engines can enforce a grammar; return it in the engines' form.
 
         Args:
-            wanted: the grammar.
+            grammar: the grammar.
             param: the field that it came from.
             tenant: ID of its tenant; checks are scheduled fairly between tenants.
 
@@ -61,15 +61,15 @@ class GrammarCheck:
             ApiError: it cannot be enforced, or it cannot be checked now.
         """
         try:
-            spec = await self._spec(wanted, param, tenant)
+            spec = await self._spec(grammar, param, tenant)
             digest = blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
-            if digest in self._found:
-                self._found.move_to_end(digest)
+            if digest in self._run_job:
+                self._run_job.move_to_end(digest)
             else:
                 check = self._checks.submit(tenant, self._job, Check(spec, self._special_tokens))
-                self._found[digest] = (await asyncio.wrap_future(check)).error
-                if len(self._found) > MAX_REMEMBERED:
-                    self._found.popitem(last=False)
+                self._run_job[digest] = (await asyncio.wrap_future(check)).error
+                if len(self._run_job) > MAX_REMEMBERED:
+                    self._run_job.popitem(last=False)
         except QueueFull:
             raise unavailable(
                 "Too many grammars are waiting to be checked; try again later."
@@ -77,40 +77,42 @@ class GrammarCheck:
         except OSError as error:
             logger.warning("cannot check grammars: %s", error)
             raise unavailable("Grammars cannot be checked now; try again later.") from error
-        reason = self._found[digest]
+        reason = self._run_job[digest]
         if reason is not None:
             raise invalid_field(param, reason)
         return spec
 
     async def _spec(
-        self, wanted: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int
+        self, grammar: GrammarSpec | GrammarText | StructuralTag, param: str, tenant: int
     ) -> GrammarSpec:
         """Return a grammar in the engines' form, without checking that it can be enforced."""
-        match wanted:
+        match grammar:
             case GrammarText():
-                conversion = self._checks.submit(tenant, self._job, wanted)
+                conversion = self._checks.submit(tenant, self._job, grammar)
                 result = await asyncio.wrap_future(conversion)
                 if result.error is not None:
                     raise invalid_field(param, result.error)
                 return LarkGrammar(result.lark)
             case StructuralTag():
-                converted = self._checks.submit(tenant, lark_from_tag, wanted, self._special_tokens)
+                converted = self._checks.submit(
+                    tenant, lark_from_tag, grammar, self._special_tokens
+                )
             case _:
-                return wanted
+                return grammar
         try:
             return LarkGrammar(await asyncio.wrap_future(converted))
         except BadGrammar as error:
             raise invalid_field(param, str(error)) from error
 
-    def _job(self, job: Check | GrammarText) -> Found:
+    def _job(self, job: Check | GrammarText) -> JobResult:
         process = self._processes.get()
         try:
             answer = process.answer(msgspec.msgpack.encode(job), _MAX_WAIT)
         finally:
             self._processes.put(process)
         if answer is None:
-            return Found(
+            return JobResult(
                 f"the grammar takes more than {MAX_CHECK_SECONDS:g} s of processor time, or too "
                 "much memory, to check; make it simpler"
             )
-        return msgspec.msgpack.decode(answer, type=Found)
+        return msgspec.msgpack.decode(answer, type=JobResult)

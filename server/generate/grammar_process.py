@@ -23,7 +23,7 @@ class GrammarText(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
-class Found(msgspec.Struct, frozen=True):
+class JobResult(msgspec.Struct, frozen=True):
     """The result of a job."""
 
     error: str | None = None
@@ -31,17 +31,17 @@ class Found(msgspec.Struct, frozen=True):
     lark: str = ""
 
 
-def _found(job: Check | GrammarText) -> Found:
+def _run_job(job: Check | GrammarText) -> JobResult:
     try:
         match job:
             case Check(spec, special_tokens):
-                return Found(check_grammar(spec, special_tokens))
+                return JobResult(check_grammar(spec, special_tokens))
             case GrammarText(text):
-                return Found(lark=lark_from_ebnf(text))
+                return JobResult(lark=lark_from_ebnf(text))
     except BadGrammar as error:
-        return Found(str(error))
+        return JobResult(str(error))
     except MemoryError:
-        return Found("the grammar takes too much memory to check; make it simpler")
+        return JobResult("the grammar takes too much memory to check; make it simpler")
 
 
 NOTHING = msgspec.msgpack.encode(Check(LarkGrammar('start: "a"')))
@@ -53,6 +53,6 @@ if __name__ == "__main__":
 
     def answer(job: bytes) -> bytes:
         """Run a job with a deep stack."""
-        return msgspec.msgpack.encode(threads.submit(_found, decode(job)).result())
+        return msgspec.msgpack.encode(threads.submit(_run_job, decode(job)).result())
 
     serve(answer, MAX_CHECK_MEMORY, MAX_CHECK_SECONDS, signal.ITIMER_PROF)

@@ -29,8 +29,8 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     Raises:
         ApiError: it is not allowed or not possible.
     """
-    asked = request.fields.kv_transfer_params
-    if asked is None:
+    params = request.fields.kv_transfer_params
+    if params is None:
         return
     if not allowed:
         raise ApiError(
@@ -39,11 +39,11 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
             param=FIELD,
             code="kv_transfer_not_allowed",
         )
-    if asked.do_remote_decode and asked.do_remote_prefill:
+    if params.do_remote_decode and params.do_remote_prefill:
         raise invalid_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
-    if asked.do_remote_prefill:
-        request.kv_source = _source(asked)
-    if not asked.do_remote_decode:
+    if params.do_remote_prefill:
+        request.kv_source = _source(params)
+    if not params.do_remote_decode:
         return
     if request.num_sequences != 1 or request.beams is not None or request.fields.stream:
         raise invalid_field(FIELD, "do_remote_decode is for one sequence, without stream")
@@ -68,8 +68,8 @@ def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn |
     )
 
 
-def _source(asked: KvTransferParams) -> KvSource:
-    engine, host, port = asked.remote_engine_id, asked.remote_host, asked.remote_port
+def _source(params: KvTransferParams) -> KvSource:
+    engine, host, port = params.remote_engine_id, params.remote_host, params.remote_port
     if engine is None or host is None or port is None:
         raise invalid_field(
             FIELD, "do_remote_prefill needs remote_engine_id, remote_host and remote_port"

@@ -32,14 +32,14 @@ class ServedModel(msgspec.Struct, frozen=True):
     images: "Images | None" = None
     """Preprocesses images, if the model takes them."""
 
-    def alternatives(self, asked: int, field: str) -> int:
+    def alternatives(self, requested: int, field: str) -> int:
         """Validate a requested number of alternatives; -1 requests the whole vocabulary.
 
         Raises:
             ApiError: it exceeds `max_logprobs`.
         """
         vocab_size = self.tokenizer.vocab_size
-        count = vocab_size if asked == -1 else asked
+        count = vocab_size if requested == -1 else requested
         if 0 <= self.max_logprobs < count:
             raise invalid_field(field, f"at most {self.max_logprobs} are served")
         return min(count, vocab_size)

@@ -161,14 +161,14 @@ class PoolingModel:
         seconds: Sequence[str],
         length: Length,
         fields: tuple[str, str],
-        most_of_second: int | None = None,
+        max_second_tokens: int | None = None,
     ) -> list[PoolingInput]:
         """Return one input per pair; a single first text is paired with all second ones.
 
         Truncation works like `longest_first` in transformers.
 
         Args:
-            most_of_second: maximum tokens of a second text, if `length` truncates.
+            max_second_tokens: maximum tokens of a second text, if `length` truncates.
 
         Raises:
             ApiError: a pair is too long; `fields` names the texts in the error.
@@ -180,7 +180,7 @@ class PoolingModel:
                 "truncate_prompt_tokens", f"the {frame.size} tokens the model adds leave no room"
             )
         left = await self._tokens(firsts, length, room, fields[0])
-        right = await self._tokens(seconds, length, min(room, most_of_second or room), fields[1])
+        right = await self._tokens(seconds, length, min(room, max_second_tokens or room), fields[1])
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
         found, total = [], 0
         for first, second in pairs:

@@ -39,8 +39,8 @@ async def prompts_of(
             try:
                 found.append(await _of_conversation(each, request, ToolUse(), model))
             except ApiError as error:
-                place = f"messages[{index}]"
-                raise error.renamed(partial(re.sub, r"^messages\b", place)) from error
+                field = f"messages[{index}]"
+                raise error.renamed(partial(re.sub, r"^messages\b", field)) from error
             await asyncio.sleep(0)  # each takes about 1 ms: yield to other requests
         return [prompt for prompt, _ in found], found[0][1]
     if request.conversation is not None:
@@ -174,9 +174,9 @@ async def _text_prompt(
     add_special_tokens: bool,
     name: str,
 ) -> Prompt:
-    keep, from_beginning = _wanted(request)
+    keep, from_beginning = _truncation(request)
     try:
-        kept, all_of_it = await encode_prompt(
+        kept, is_whole = await encode_prompt(
             tokenizer,
             text,
             add_special_tokens=add_special_tokens,
@@ -191,17 +191,17 @@ async def _text_prompt(
             f"the text has more: {error}",
             "context_length_exceeded",
         ) from error
-    return Prompt(kept, text if all_of_it else None)
+    return Prompt(kept, text if is_whole else None)
 
 
 def _truncated(token_ids: list[int], request: GenerationRequest) -> list[int]:
-    keep, from_beginning = _wanted(request)
+    keep, from_beginning = _truncation(request)
     if keep is None:
         return token_ids
     return token_ids[:keep] if from_beginning else token_ids[-keep:]
 
 
-def _wanted(request: GenerationRequest) -> tuple[int | None, bool]:
+def _truncation(request: GenerationRequest) -> tuple[int | None, bool]:
     """Return how many tokens of a prompt to keep (None: all), and whether to keep the first."""
     keep = request.fields.truncate_prompt_tokens
     if keep == -1:

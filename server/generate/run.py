@@ -14,7 +14,7 @@ from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.router.generation_client import GenerationClient
 from server.router.request import EngineVisit
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
@@ -49,7 +49,7 @@ class Run:
         self._timers: list[SequenceTimer] = []
         self.finish_reasons: list[str] = []
         """Finish reasons of the sequences that have ended."""
-        self._unread = Unread()
+        self._unread = UnreadOutputs()
         self._sums: list[DeltaSum] | None = None
         """Accumulated deltas of all sequences, if only the best are returned."""
         if request.best_of > request.n:

@@ -173,8 +173,8 @@ async def _form(
     The last element is true if the grammar covers the whole answer, not only calls within text.
     """
     source, tenant, require = request.conversation, request.tenant, model.grammars
-    wanted = requested_grammar(request.fields, closes_objects=model.formats.closes_objects)
-    answer = None if wanted is None else await require.require(*wanted, tenant)
+    requested = requested_grammar(request.fields, closes_objects=model.formats.closes_objects)
+    answer = None if requested is None else await require.require(*requested, tenant)
     if answer is not None and (source is None or request.is_batch):
         check_copies(answer, request.num_sequences)
     tools = NO_TOOLS if source is None else _tools(source, model)
@@ -264,15 +264,15 @@ def _max_tokens(request: GenerationRequest, tokenizer: ServedTokenizer) -> int:
     If the requested number does not fit, the error names the prompt's field or the field of the
     number of tokens.
     """
-    max_len, asked = request.max_model_len, request.max_tokens
+    max_len, requested = request.max_model_len, request.max_tokens
     longest = max([len(prompt.token_ids) for prompt in request.prompts])
-    if longest + (asked or 1) > max_len:
+    if longest + (requested or 1) > max_len:
         param = (
             ("messages" if request.conversations else "prompt")
             if longest >= max_len
             else request.tokens_field
         )
-        raise context_length_exceeded(max_len, longest, asked or 1, param)
+        raise context_length_exceeded(max_len, longest, requested or 1, param)
     room = room_for_output(request, request.num_prompt_tokens)
     default = tokenizer.sampling_defaults.max_new_tokens or request.default_tokens or max_len
-    return asked or min(default, max_len - longest, room)
+    return requested or min(default, max_len - longest, room)

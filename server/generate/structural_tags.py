@@ -232,9 +232,9 @@ class _Writer:
 
     def _sequence(self, elements: Sequence[Format], end: _End) -> str:
         written: list[str] = []
-        for place, each in enumerate(elements):
-            before = elements[place - 1] if place else None
-            follower = elements[place + 1] if place + 1 < len(elements) else None
+        for index, each in enumerate(elements):
+            before = elements[index - 1] if index else None
+            follower = elements[index + 1] if index + 1 < len(elements) else None
             if isinstance(each, ConstString) and isinstance(before, AnyText):
                 if follower is None:
                     written.append(self._ending(end))

@@ -40,11 +40,13 @@ def check_copies(spec: GrammarSpec, sequences: int) -> None:
         )
 
 
-Wanted = tuple[GrammarSpec | GrammarText | StructuralTag, str]
+RequestedGrammar = tuple[GrammarSpec | GrammarText | StructuralTag, str]
 """A grammar, and the field it came from."""
 
 
-def requested_grammar(request: SamplingFields, *, closes_objects: bool = False) -> Wanted | None:
+def requested_grammar(
+    request: SamplingFields, *, closes_objects: bool = False
+) -> RequestedGrammar | None:
     """Return the unchecked grammar that constrains a request's output, and its field.
 
     With `closes_objects`, schema objects allow only the properties that they list.
@@ -63,19 +65,19 @@ def requested_grammar(request: SamplingFields, *, closes_objects: bool = False) 
     return _of_constraints(constraints, closes_objects)
 
 
-def _of_response_format(form: ResponseFormat, closes_objects: bool) -> Wanted | None:
+def _of_response_format(form: ResponseFormat, closes_objects: bool) -> RequestedGrammar | None:
     match form.type:
         case "text":
             return None
         case "json_object":
             return JsonObjectGrammar(), "response_format"
         case "json_schema":
-            wanted = form.json_schema
-            if wanted is None:
+            json_schema = form.json_schema
+            if json_schema is None:
                 field = "response_format.json_schema"
                 raise invalid_field(field, "is needed for type 'json_schema'")
-            lenient = wanted.strict is False
-            schema = closed(wanted.schema_) if closes_objects else wanted.schema_
+            lenient = json_schema.strict is False
+            schema = closed(json_schema.schema_) if closes_objects else json_schema.schema_
             spec = JsonSchemaGrammar(_json_text(schema), lenient=lenient)
             return spec, "response_format.json_schema.schema"
         case "structural_tag":
@@ -83,35 +85,35 @@ def _of_response_format(form: ResponseFormat, closes_objects: bool) -> Wanted | 
             return StructuralTag(sent), "response_format"
 
 
-def _of_constraints(wanted: StructuredOutputs, closes_objects: bool) -> Wanted:
-    given = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
+def _of_constraints(constraints: StructuredOutputs, closes_objects: bool) -> RequestedGrammar:
+    given = [name for name in _KINDS if getattr(constraints, name) not in (None, False)]
     if len(given) != 1:
         raise invalid_field(
             "structured_outputs",
             "exactly one of json, json_object, regex, choice, grammar and "
             f"structural_tag is needed, but there are {len(given)}",
         )
-    whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
+    whitespace = "" if constraints.disable_any_whitespace else constraints.whitespace_pattern
     param = f"structured_outputs.{_KINDS[given[0]]}"
-    if wanted.json_schema is not None:
-        schema = wanted.json_schema
+    if constraints.json_schema is not None:
+        schema = constraints.json_schema
         text = _checked(schema, param) if isinstance(schema, str) else _json_text(schema)
-        if wanted.disable_additional_properties or closes_objects:
+        if constraints.disable_additional_properties or closes_objects:
             text = _json_text(closed(_decoded(text, param)))
         return JsonSchemaGrammar(text, whitespace), param
-    if wanted.structural_tag is not None:
-        tag = wanted.structural_tag
+    if constraints.structural_tag is not None:
+        tag = constraints.structural_tag
         if isinstance(tag, str):
             tag = _decoded(_checked(tag, param), param)
         if not isinstance(tag, dict):
             raise invalid_field(param, "must be a JSON object")
         return StructuralTag(tag, whitespace), param
-    if wanted.regex is not None:
-        return RegexGrammar(wanted.regex), param
-    if wanted.choice is not None:
-        return ChoiceGrammar(tuple(wanted.choice)), param
-    if wanted.grammar is not None:
-        return GrammarText(wanted.grammar), param
+    if constraints.regex is not None:
+        return RegexGrammar(constraints.regex), param
+    if constraints.choice is not None:
+        return ChoiceGrammar(tuple(constraints.choice)), param
+    if constraints.grammar is not None:
+        return GrammarText(constraints.grammar), param
     return JsonObjectGrammar(whitespace), param
 
 

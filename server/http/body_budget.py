@@ -8,7 +8,7 @@ from server.access.admission_table import AdmissionTable
 
 FREE_BYTES = 2**12
 """Uncounted bytes per body, small enough for every connection to have them."""
-KEPT_TIMES = 4
+COMPLETE_BODIES_FACTOR = 4
 """Limit for complete bodies of waiting and running requests, as a multiple of the other limit."""
 
 
@@ -16,7 +16,7 @@ class NoRoomForBody(Exception):
     """The node holds the maximum of request body bytes (HTTP 503)."""
 
 
-class HeldBody:
+class ReceivedBody:
     """The bytes of one body that is being received; `release` must always be called."""
 
     __slots__ = ("_budget", "_counted", "_size")
@@ -47,15 +47,15 @@ class HeldBody:
 class BodyBudget:
     """Counts bodies that are being received on this node, in the front ends' shared table."""
 
-    def __init__(self, table: AdmissionTable, most: int) -> None:
+    def __init__(self, table: AdmissionTable, limit: int) -> None:
         self._table = table
-        self._max = most
-        self._kept = 0
+        self._max = limit
+        self._complete_bytes = 0
         """Bytes of complete bodies in this front end."""
 
-    def hold(self) -> HeldBody:
+    def hold(self) -> ReceivedBody:
         """Return the account of a new body."""
-        return HeldBody(self)
+        return ReceivedBody(self)
 
     def take(self, more: int, own: int) -> None:
         """Count `more` bytes of a body that now has `own` in total.
@@ -84,14 +84,17 @@ class BodyBudget:
         """
         if size <= FREE_BYTES:
             return 0
-        if self._kept and self._kept + size > KEPT_TIMES * self._max:
+        if (
+            self._complete_bytes
+            and self._complete_bytes + size > COMPLETE_BODIES_FACTOR * self._max
+        ):
             raise NoRoomForBody
-        self._kept += size
+        self._complete_bytes += size
         return size
 
     def drop(self, size: int) -> None:
         """Stop counting a complete body."""
-        self._kept -= size
+        self._complete_bytes -= size
 
     def give_back(self, size: int) -> None:
         """Stop counting bytes of an incomplete body."""

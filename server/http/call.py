@@ -84,7 +84,7 @@ class Call(Request):
         """Queue reservation, released when the call ends."""
         self.on_release: list[Callable[[], None]] = []
         """Functions that release other resources of the call, called when it ends."""
-        self._kept_bytes = 0
+        self._counted_bytes = 0
         """Bytes of the body that stay counted until the call ends."""
         self._answer = send
         self._content_type = b"application/json"
@@ -105,8 +105,8 @@ class Call(Request):
     @property
     def trace_context(self) -> dict[str, str]:
         """The client's W3C trace context, if it sent one."""
-        wanted = (b"traceparent", b"tracestate")
-        return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in wanted}
+        names = (b"traceparent", b"tracestate")
+        return {n.decode(): v.decode("latin-1") for n, v in self.scope["headers"] if n in names}
 
     @property
     def pins_rank(self) -> bool:
@@ -144,7 +144,7 @@ class Call(Request):
             )
         self.content = await self._read()
         try:
-            self._kept_bytes = self.limits.budget.keep(len(self.content))
+            self._counted_bytes = self.limits.budget.keep(len(self.content))
         except NoRoomForBody:
             self.content = b""
             raise unavailable(
@@ -157,8 +157,8 @@ class Call(Request):
         It has no client to disconnect, and its response goes to `send`. It keeps only the headers
         for tracing and for the choice of an engine.
         """
-        wanted = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
-        headers = [(name, value) for name, value in self.scope["headers"] if name in wanted]
+        names = (b"traceparent", b"tracestate", b"x-data-parallel-rank")
+        headers = [(name, value) for name, value in self.scope["headers"] if name in names]
 
         async def receive() -> Message:
             await asyncio.Event().wait()
@@ -168,7 +168,7 @@ class Call(Request):
         other = Call(scope, receive, send, self.limits)
         other.has_client = False
         other.content, other.request_id = self.content, self.request_id
-        other._kept_bytes, self._kept_bytes = self._kept_bytes, 0
+        other._counted_bytes, self._counted_bytes = self._counted_bytes, 0
         return other
 
     def release(self) -> None:
@@ -182,7 +182,7 @@ class Call(Request):
     def forget_body(self) -> None:
         """Free the body, which is not needed any more; idempotent."""
         self.content = b""
-        size, self._kept_bytes = self._kept_bytes, 0
+        size, self._counted_bytes = self._counted_bytes, 0
         self.limits.budget.drop(size)
 
     async def _read(self) -> bytes:
@@ -330,14 +330,16 @@ class Call(Request):
         if interval and self.has_client:
             loop = asyncio.get_running_loop()
             first = min(HEADERS_WITHIN, interval)
-            self._timer = loop.call_later(first, self._look, interval, loop)
+            self._timer = loop.call_later(first, self._check_silence, interval, loop)
 
-    def _look(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_silence(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
         silent = 0.0 if self.status is None else time.monotonic() - self._sent_at
         # A comment that is still being sent is blocked by a client that does not read.
         if self._sign is None and (self.status is None or silent >= interval):
             self._sign, silent = loop.create_task(self.show_life()), 0.0
-        self._timer = loop.call_later(max(interval - silent, 0.1), self._look, interval, loop)
+        self._timer = loop.call_later(
+            max(interval - silent, 0.1), self._check_silence, interval, loop
+        )
 
 
 class Pushed(Response):

@@ -35,7 +35,7 @@ def client_of(address: str) -> str:
     return str(ipaddress.ip_network((int(known), 64), strict=False))
 
 
-class ConnectionBook(Generic[C]):
+class ConnectionTable(Generic[C]):
     """The connections of one front end, by client.
 
     A connection is waiting while its client has something to send: its first request, the rest of
@@ -44,9 +44,9 @@ class ConnectionBook(Generic[C]):
     own, and connections that serve requests are never closed.
     """
 
-    def __init__(self, most: int, changed: Callable[[int], None] = lambda _: None) -> None:
-        """Limit connections to `most`; `changed` is called with each new count."""
-        self._max = most
+    def __init__(self, limit: int, changed: Callable[[int], None] = lambda _: None) -> None:
+        """Limit connections to `limit`; `changed` is called with each new count."""
+        self._max = limit
         self._changed = changed
         self._total = 0
         self._counts: dict[str, int] = {}

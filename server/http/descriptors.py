@@ -22,25 +22,25 @@ def make_room_for_descriptors() -> None:
     """
     raise_descriptor_limit()
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if limit == resource.RLIM_INFINITY else min(_DESCRIPTORS, limit)
+    highest = _DESCRIPTORS if limit == resource.RLIM_INFINITY else min(_DESCRIPTORS, limit)
     own = os.open(os.devnull, os.O_RDONLY)
     try:
         # The table never shrinks, so a high descriptor can be closed at once.
-        os.close(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, most - 1))
+        os.close(fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, highest - 1))
     except OSError as error:  # already in use by an inherited descriptor
-        logger.debug("no descriptor %d: %s", most - 1, error)
+        logger.debug("no descriptor %d: %s", highest - 1, error)
     finally:
         os.close(own)
 
 
-def room_for_connections(wanted: int) -> int:
+def room_for_connections(requested: int) -> int:
     """Return how many of the wanted connections the descriptor limit allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = max(limit - _OTHERS, limit // 2)
-    if limit == resource.RLIM_INFINITY or wanted <= room:
-        return wanted
+    if limit == resource.RLIM_INFINITY or requested <= room:
+        return requested
     logger.warning(
         "only %d connections at a time, not --max-connections %d: the limit of open files is %d "
-        "(raise it with `ulimit -Hn` or LimitNOFILE=)", room, wanted, limit,
+        "(raise it with `ulimit -Hn` or LimitNOFILE=)", room, requested, limit,
     )  # fmt: skip
     return room

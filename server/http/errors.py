@@ -126,7 +126,7 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
     Locations of failed unions contain type names between the data's keys: parts that do not exist
     in the data are not part of the field's name.
     """
-    located = [(*_path(detail, data), _said(detail), detail["type"]) for detail in details]
+    located = [(*_path(detail, data), _message(detail), detail["type"]) for detail in details]
     path, branch, message, _ = located[0]
     messages = [message]
     if branch is not None:
@@ -144,7 +144,7 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
     return invalid(f"{param}: {text}" if param else f"The body is wrong: {text}", param or None)
 
 
-def _said(detail: Any) -> str:
+def _message(detail: Any) -> str:
     """Return what is wrong with a value, without pydantic's phrasing."""
     form = _SENTENCES.get(detail["type"])
     if form is None:

@@ -24,7 +24,7 @@ from engine.shared.plugins import load_plugin
 REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 """Valid request IDs from clients."""
 _HEADER = b"x-request-id"
-ASKED, TOLD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
+REQUEST_HEADER, RESPONSE_HEADER = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 
 Load = Callable[[], dict[str, float]]
 
@@ -91,17 +91,17 @@ class LoadHeader:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         form = b""
         if scope["type"] == "http" and scope["method"] == "POST":
-            form = next((value for name, value in scope["headers"] if name == ASKED), b"")
+            form = next((value for name, value in scope["headers"] if name == REQUEST_HEADER), b"")
         value = self._value(form.strip().lower()) if form else None
         if value is None:
             return self._app(scope, receive, send)
 
-        def told(message: Message) -> Awaitable[None]:
+        def send_with_load(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (TOLD, value)]
+                message["headers"] = [*message.get("headers", ()), (RESPONSE_HEADER, value)]
             return send(message)
 
-        return self._app(scope, receive, told)
+        return self._app(scope, receive, send_with_load)
 
     def _value(self, form: bytes) -> bytes | None:
         match form:

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import (
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
 from server.errors import rate_limited, unavailable
-from server.http.connection_book import Connection, ConnectionBook, TooManyConnections, client_of
+from server.http.connection_book import Connection, ConnectionTable, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
-from server.http.request_meter import Excess, MeterLimits, Phase, RequestMeter
+from server.http.request_meter import LimitExceeded, MeterLimits, Phase, RequestMeter
 from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
 from server.tenant_budget import TenantBudget
 
@@ -95,7 +95,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
 """Timeout in seconds for the rest of a request that is already answered."""
 
-_NO_PROXY = Excess(405, "This is no proxy.")
+_NO_PROXY = LimitExceeded(405, "This is no proxy.")
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol with additional limits.
 
     Every byte of a request is counted (`RequestMeter`), every wait for a client has a timeout, and
-    the number of connections is limited (`ConnectionBook`). A client that leaves more unread than
+    the number of connections is limited (`ConnectionTable`). A client that leaves more unread than
     the transport buffers is disconnected after a while: until then writes to it block, and its
     request keeps its place in an engine.
     """
@@ -112,7 +112,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     limits: MeterLimits
     receive_timeout: float
     send_timeout: float
-    book: ConnectionBook[Connection]
+    book: ConnectionTable[Connection]
     unsent: UnsentBudget
 
     _address: str | None = None
@@ -177,11 +177,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._meter.read(len(data))
         except httptools.HttpParserError as error:
             excess = error.__context__  # the parser wraps what its callbacks raise
-            if isinstance(excess, Excess):
+            if isinstance(excess, LimitExceeded):
                 self._refuse(excess.status, excess.reason)
             else:
                 self._refuse(400, "Invalid HTTP request received.")
-        except Excess as excess:
+        except LimitExceeded as excess:
             self._refuse(excess.status, excess.reason)
 
     def _parse(self, data: bytes) -> None:
@@ -416,7 +416,7 @@ def limited_protocol(
         receive_timeout = guards.receive_timeout
         send_timeout = guards.send_timeout
         unsent = UnsentBudget()
-        book: ConnectionBook[Connection] = ConnectionBook(
+        book: ConnectionTable[Connection] = ConnectionTable(
             room_for_connections(guards.max_connections), changed
         )
 

@@ -37,7 +37,7 @@ class MeterLimits(NamedTuple):
     body: int
 
 
-class Excess(Exception):
+class LimitExceeded(Exception):
     """A request exceeds a limit."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -50,7 +50,7 @@ class RequestMeter:
     """Counts the request that a connection is receiving.
 
     Report the parser's events first, then call `read` with the number of bytes parsed. A method
-    that raises `Excess` requires the connection to be closed.
+    that raises `LimitExceeded` requires the connection to be closed.
     """
 
     def __init__(self, limits: MeterLimits) -> None:
@@ -129,8 +129,8 @@ class RequestMeter:
                 raise _BODY_TOO_LARGE
 
 
-_HEAD_TOO_LARGE = Excess(431, "The head of the request is too large.")
-_FRAMING_TOO_LARGE = Excess(431, "Chunk extensions or trailers are too large.")
-_BODY_TOO_LARGE = Excess(413, "The request is too large.")
-_TOO_MANY_CHUNKS = Excess(413, "The body comes in too many small chunks.")
-_TOO_MANY = Excess(429, "Too many requests wait on one connection.")
+_HEAD_TOO_LARGE = LimitExceeded(431, "The head of the request is too large.")
+_FRAMING_TOO_LARGE = LimitExceeded(431, "Chunk extensions or trailers are too large.")
+_BODY_TOO_LARGE = LimitExceeded(413, "The request is too large.")
+_TOO_MANY_CHUNKS = LimitExceeded(413, "The body comes in too many small chunks.")
+_TOO_MANY = LimitExceeded(429, "Too many requests wait on one connection.")

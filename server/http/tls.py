@@ -10,11 +10,11 @@ import ssl
 import uvicorn
 
 from engine.shared.watched_file import WatchedFile, any_changed
-from server.http.connection_book import Connection, ConnectionBook, client_of
+from server.http.connection_book import Connection, ConnectionTable, client_of
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL = 1.0
+CHECK_INTERVAL = 1.0
 """Seconds between checks for changed files."""
 
 
@@ -31,12 +31,12 @@ class Certificates:
         self._context = context
         files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
         self._files = [WatchedFile(str(file)) for file in files if file is not None]
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     def current(self, now: float) -> ssl.SSLContext:
         """Return the context for a connection accepted at `now` (seconds)."""
-        if now >= self._look_at:
-            self._look_at = now + LOOK_INTERVAL
+        if now >= self._check_at:
+            self._check_at = now + CHECK_INTERVAL
             if any_changed(self._files):
                 names = ", ".join(str(file.path) for file in self._files)
                 try:
@@ -67,7 +67,7 @@ class Handshake:
     Like any waiting connection it is closed for new ones if there are too many.
     """
 
-    def __init__(self, book: ConnectionBook[Connection], address: str) -> None:
+    def __init__(self, book: ConnectionTable[Connection], address: str) -> None:
         """Enter the connection in the book.
 
         Raises:

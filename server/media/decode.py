@@ -57,15 +57,15 @@ class ImageFile:
 
     def _check_size(self, max_pixels: int) -> None:
         width, height = self.width, self.height
-        said = f"the image has {width} x {height} pixels"
+        size = f"the image has {width} x {height} pixels"
         if min(width, height) < 1:
-            raise BadImage(said)
+            raise BadImage(size)
         if max(width, height) > MAX_SIDE:
-            raise BadImage(f"{said}, more than {MAX_SIDE} on a side")
+            raise BadImage(f"{size}, more than {MAX_SIDE} on a side")
         if width * height > max_pixels:
-            raise BadImage(f"{said}, more than {max_pixels} in all")
+            raise BadImage(f"{size}, more than {max_pixels} in all")
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise BadImage(f"{said}: one side is more than {MAX_ASPECT_RATIO} times the other")
+            raise BadImage(f"{size}: one side is more than {MAX_ASPECT_RATIO} times the other")
 
     @property
     def num_bytes(self) -> int:

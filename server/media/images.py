@@ -54,7 +54,7 @@ class PreparedImage(NamedTuple):
     Empty if the image was only counted."""
 
 
-class HeldImages:
+class ImageBytes:
     """Accounts for the image bytes of one request; always call `release` at its end."""
 
     def __init__(self, budget: TenantBudget, tenant: int) -> None:
@@ -124,23 +124,28 @@ class Images:
         self._threads = FairThreads(max(1, min(4, (os.cpu_count() or 1) // 2)), "images")
         self._metrics = metrics
 
-    def hold(self, tenant: int) -> HeldImages:
+    def hold(self, tenant: int) -> ImageBytes:
         """Return an empty memory account for the images of a new request."""
-        return HeldImages(self._budget, tenant)
+        return ImageBytes(self._budget, tenant)
 
-    async def count(self, sources: Sequence[ImageSource], held: HeldImages) -> list[PreparedImage]:
+    async def count(
+        self, sources: Sequence[ImageSource], image_bytes: ImageBytes
+    ) -> list[PreparedImage]:
         """Return the images with their plans only, without decoding them.
 
         Raises:
             ApiError: there are too many images, or one is rejected.
         """
         with self._counted(sources):
-            return [PreparedImage(plan, ()) for _, plan in await self._look(sources, held)]
+            return [
+                PreparedImage(plan, ())
+                for _, plan in await self._open_sources(sources, image_bytes)
+            ]
 
     async def prepare(
         self,
         sources: Sequence[ImageSource],
-        held: HeldImages,
+        image_bytes: ImageBytes,
         *,
         max_model_len: int,
         copies: int = 1,
@@ -150,7 +155,7 @@ class Images:
 
         Args:
             sources: the images.
-            held: accounts for their bytes; those of encoded files are released on return.
+            image_bytes: accounts for their bytes; those of encoded files are released on return.
             max_model_len: images with this many tokens or more are refused before decoding.
             copies: number of sequences that each carry the images to an engine.
             whole: keep the original sizes, because the engines resize.
@@ -158,9 +163,9 @@ class Images:
         Raises:
             ApiError: there are too many images, one is rejected, or the memory budget is exhausted.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         with self._counted(sources):
-            files = await self._look(sources, held)
+            files = await self._open_sources(sources, image_bytes)
             plans = [plan for _, plan in files]
             tokens = sum(plan.num_tokens for plan in plans)
             if tokens >= max_model_len:
@@ -174,24 +179,24 @@ class Images:
                     f"bytes of pixels as engines take them, more than {MAX_PIXEL_BYTES}",
                     "messages",
                 )
-            held.take(size)
+            image_bytes.take(size)
             prepared = []
             for source, (file, _) in zip(sources, files, strict=True):
                 make = partial(encoder_inputs, whole=whole)
                 made = await self._in_thread(source, make, file, self.processor)
                 prepared.append(PreparedImage(*made))
-            held.give_back(sum(file.num_bytes for file, _ in files))
+            image_bytes.give_back(sum(file.num_bytes for file, _ in files))
         for image in prepared:
             self._metrics.count("images")
             self._metrics.count(
                 "image_pixel_bytes", by=sum(len(each.pixels) for each in image.inputs)
             )
             self._metrics.count("image_tokens", by=image.plan.num_tokens)
-        self._metrics.observe("image_prepare_time_seconds", time.monotonic() - began)
+        self._metrics.observe("image_prepare_time_seconds", time.monotonic() - started_at)
         return prepared
 
-    async def _look(
-        self, sources: Sequence[ImageSource], held: HeldImages
+    async def _open_sources(
+        self, sources: Sequence[ImageSource], image_bytes: ImageBytes
     ) -> list[tuple[ImageFile, ImagePlan]]:
         if len(sources) > self.max_images:
             raise invalid(
@@ -201,15 +206,17 @@ class Images:
                 "too_many_images",
             )
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._file(source, held)) for source in sources]
+            tasks = [group.create_task(self._file(source, image_bytes)) for source in sources]
         return [task.result() for task in tasks]
 
-    async def _file(self, source: ImageSource, held: HeldImages) -> tuple[ImageFile, ImagePlan]:
+    async def _file(
+        self, source: ImageSource, image_bytes: ImageBytes
+    ) -> tuple[ImageFile, ImagePlan]:
         try:
             content = await self._sources.read(source.url)
         except BadImage as error:
             raise _refusal(source, error) from error
-        held.take(len(content))
+        image_bytes.take(len(content))
         file = await self._in_thread(source, ImageFile, content, self._max_pixels)
         return file, self.processor.plan(file.height, file.width)
 

@@ -21,7 +21,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.monotonic()
+        started_at = time.monotonic()
         status: int | None = None
         request_id = ""
 
@@ -38,7 +38,7 @@ class AccessLog:
             await self._app(scope, receive, watch)
         finally:
             if status != 200 or scope["path"] not in _PROBES:
-                _log(scope, status, request_id, time.monotonic() - began)
+                _log(scope, status, request_id, time.monotonic() - started_at)
 
 
 def _log(scope: Scope, status: int | None, request_id: str, seconds: float) -> None:

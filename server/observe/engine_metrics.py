@@ -165,9 +165,9 @@ class EngineCollector(Collector):
         text = "Waiting sequences, by what they wait for."
         yield self._gauge("num_requests_waiting_by_reason", text, waiting, "engine", "reason")
         accepted = [
-            (count, rank, str(place))
+            (count, rank, str(position))
             for rank, each in engines
-            for place, count in enumerate(each.counters.spec_accepted_at)
+            for position, count in enumerate(each.counters.spec_accepted_at)
         ]
         text = "Accepted draft tokens, by their position in the draft, from 0."
         name = "spec_decode_num_accepted_tokens_per_pos"
@@ -249,7 +249,7 @@ class EngineCollector(Collector):
         """Yield running and waiting adapters as in vLLM, and the loaded adapters of each engine."""
         if view.adapters is None:
             return
-        entries = view.adapters.sheet.entries
+        entries = view.adapters.table.entries
         names = {each.version: each.name for each in entries if each.version}
 
         def listed(versions: Iterable[str]) -> str:

@@ -104,12 +104,12 @@ _TIMES: dict[str, tuple[str, tuple[float, ...]]] = {
 class FrontEndMetrics:
     """All metrics of one front-end process."""
 
-    def __init__(self, config: FrontEndConfig, place: int | None = None) -> None:
+    def __init__(self, config: FrontEndConfig, slot: int | None = None) -> None:
         """Register all metrics with the configured name prefix.
 
         Args:
             config: the front end's.
-            place: the front end's index on its node; counts of its earlier processes, which are in
+            slot: the front end's index on its node; counts of its earlier processes, which are in
                 memory that the supervisor holds, are continued.
 
         Raises:
@@ -122,9 +122,9 @@ class FrontEndMetrics:
                 f"metrics prefix {self._prefix!r} cannot begin a Prometheus metric name"
             )
         multiprocess = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        if multiprocess and place is not None:
+        if multiprocess and slot is not None:
             values.ValueClass = values.MultiProcessValue(  # type: ignore[no-untyped-call]
-                lambda: f"api-{place}"
+                lambda: f"api-{slot}"
             )
         registry = CollectorRegistry()
         factory = MetricFactory(self._prefix, self._model_name, registry)

@@ -182,14 +182,14 @@ class SequenceMetrics:
 
     def of_engine(self, rank: int) -> EngineSeries:
         """Return the series of an engine, creating them on first use."""
-        place = min(rank, self._limit)
-        known = self._series.get(place)
+        slot = min(rank, self._limit)
+        known = self._series.get(slot)
         if known is None:
             label = rank if rank < self._limit else OTHERS
-            known = self._series[place] = EngineSeries(self, label)
+            known = self._series[slot] = EngineSeries(self, label)
         return known
 
-    def began(self) -> None:
+    def started(self) -> None:
         """Count a sequence as unfinished."""
         self._unfinished += 1
 
@@ -256,7 +256,7 @@ class SequenceTimer:
         self._cached = 0
         self.timing: RequestTiming | None = None
         """Durations in the engine in which it ended; None until then."""
-        metrics.began()
+        metrics.started()
 
     def _current(self) -> EngineSeries:
         if self._times.engine != self._engine:

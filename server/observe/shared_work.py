@@ -40,12 +40,12 @@ class SharedWork(Generic[Result]):
         if early > 0:
             await asyncio.sleep(early)
         work = self._prepare()
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             return await asyncio.to_thread(work)
         finally:
             ended = time.monotonic()
-            self._not_before = ended + (ended - began) * (1 / SHARE - 1)
+            self._not_before = ended + (ended - started_at) * (1 / SHARE - 1)
 
     def _done(self, task: asyncio.Task[Result]) -> None:
         self._running = None

@@ -49,14 +49,14 @@ class StatsLog:
             stats = entry.stats
             if stats is None:
                 continue
-            began, before = self._before.get(entry.rank, (now, stats))
+            since, before = self._before.get(entry.rank, (now, stats))
             self._before[entry.rank] = now, stats
             if before.incarnation != stats.incarnation:
                 continue
-            seconds = max(1e-9, now - began)
+            seconds = max(1e-9, now - since)
             generated = stats.counters.generation_tokens - before.counters.generation_tokens
             prompt = stats.counters.prompt_tokens - before.counters.prompt_tokens
-            asked = stats.counters.prefix_cache_queries - before.counters.prefix_cache_queries
+            queries = stats.counters.prefix_cache_queries - before.counters.prefix_cache_queries
             hits = stats.counters.prefix_cache_hits - before.counters.prefix_cache_hits
             drafted = stats.counters.spec_draft_tokens - before.counters.spec_draft_tokens
             right = stats.counters.spec_accepted_tokens - before.counters.spec_accepted_tokens
@@ -70,7 +70,7 @@ class StatsLog:
                     running=stats.running,
                     waiting=stats.waiting,
                     kv_usage=stats.kv_usage,
-                    prefix_cache_hit_rate=hits / max(1, asked),
+                    prefix_cache_hit_rate=hits / max(1, queries),
                     draft_acceptance_rate=right / drafted if drafted else None,
                 )
             )

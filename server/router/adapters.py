@@ -1,4 +1,4 @@
-"""A front end's view of the adapter sheet, and its leases on adapter versions: no I/O.
+"""A front end's view of the adapter table, and its leases on adapter versions: no I/O.
 
 A request that names an adapter holds a lease on its version until it has ended, so that the
 coordinator knows which versions each front end still needs.
@@ -8,9 +8,9 @@ from collections import Counter
 
 from engine.shared.messages import (
     AdapterOutcome,
-    AdapterSheet,
     AdaptersInUse,
     AdaptersView,
+    AdapterTable,
 )
 
 REPEAT_INTERVAL = 1.0
@@ -18,42 +18,42 @@ REPEAT_INTERVAL = 1.0
 
 
 class Adapters:
-    """The newest sheet, and the leases on its versions."""
+    """The newest table, and the leases on its versions."""
 
     def __init__(self, front_end: int, incarnation: int) -> None:
         self._front_end = front_end
         self._incarnation = incarnation
-        self.sheet: AdapterSheet | None = None
+        self.table: AdapterTable | None = None
         """None until any engine is known to have adapters."""
         self._leases: Counter[str] = Counter()
-        self._said: AdaptersInUse | None = None
+        self._last_notice: AdaptersInUse | None = None
         self._repeat_at = float("-inf")
 
     def take(self, view: AdaptersView | None) -> list[AdapterOutcome]:
         """Apply the coordinator's view; return the outcomes of all front ends' adapter changes.
 
-        An older sheet is ignored: a restarted coordinator can know less than this front end.
+        An older table is ignored: a restarted coordinator can know less than this front end.
         """
-        if view is None or (self.sheet is not None and view.sheet.revision < self.sheet.revision):
+        if view is None or (self.table is not None and view.table.revision < self.table.revision):
             return []
-        self.sheet = view.sheet
+        self.table = view.table
         return view.outcomes
 
     @property
     def served(self) -> dict[str, str]:
         """Paths of the adapters that requests can name, by name."""
-        if self.sheet is None:
+        if self.table is None:
             return {}
-        return {name: entry.path for name, entry in self.sheet.serving.items()}
+        return {name: entry.path for name, entry in self.table.serving.items()}
 
     def version(self, name: str) -> str | None:
         """Return the version that a request naming this adapter gets; None if there is none."""
-        entry = None if self.sheet is None else self.sheet.serving.get(name)
+        entry = None if self.table is None else self.table.serving.get(name)
         return None if entry is None else entry.version
 
     def name(self, version: str) -> str:
         """Return the current or former name of a version."""
-        entries = [] if self.sheet is None else self.sheet.entries
+        entries = [] if self.table is None else self.table.entries
         names = [entry.name for entry in entries if entry.version == version]
         return names[-1] if names else version
 
@@ -71,12 +71,12 @@ class Adapters:
 
     def notice(self, now: float) -> AdaptersInUse | None:
         """Return the notice due to the coordinator at `now` (seconds, monotonic), if any."""
-        if self.sheet is None:
+        if self.table is None:
             return None
-        said = AdaptersInUse(
-            self._front_end, self._incarnation, self.sheet.revision, sorted(self._leases)
+        notice = AdaptersInUse(
+            self._front_end, self._incarnation, self.table.revision, sorted(self._leases)
         )
-        if said == self._said and now < self._repeat_at:
+        if notice == self._last_notice and now < self._repeat_at:
             return None
-        self._said, self._repeat_at = said, now + REPEAT_INTERVAL
-        return said
+        self._last_notice, self._repeat_at = notice, now + REPEAT_INTERVAL
+        return notice

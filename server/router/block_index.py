@@ -11,21 +11,21 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from engine.shared.block_names import ROOT_DIGEST, adapter_root, block_digest, short_name, shown_in
-from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksWanted
+from engine.shared.messages import ALL_BLOCKS, AddRequest, KvBlocks, KvBlocksQuery
 from server.router.route import Engine, Route
 
-ASK_AGAIN = 5.0
+QUERY_TIMEOUT = 5.0
 """Seconds after which an unanswered engine is asked again, since messages can be lost."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _EngineBlocks:
     engine: Engine
     block_size: int
     number: int = ALL_BLOCKS
     """Number of the newest known change."""
     names: set[int] = field(default_factory=set)
-    asked_at: float | None = None
+    queried_at: float | None = None
     """Time of the unanswered request; None if there is none."""
 
 
@@ -41,34 +41,38 @@ class BlockIndex:
     def __init__(self, front_end: int, max_blocks: int) -> None:
         self._front_end = front_end
         self._max_blocks = max_blocks
-        self._held: dict[int, _Held] = {}
+        self._engines: dict[int, _EngineBlocks] = {}
 
     def size(self) -> int:
         """Return the number of names kept."""
-        return sum(len(each.names) for each in self._held.values())
+        return sum(len(each.names) for each in self._engines.values())
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+    def queries_due(
+        self, routes: Collection[Route], now: float
+    ) -> list[tuple[bytes, KvBlocksQuery]]:
         """Return the requests to send, by engine identity; drop the state of engines that left."""
-        there = {route.engine for route in routes}
-        self._held = {rank: each for rank, each in self._held.items() if each.engine in there}
+        connected = {route.engine for route in routes}
+        self._engines = {
+            rank: each for rank, each in self._engines.items() if each.engine in connected
+        }
         return [
-            (route.identity, KvBlocksWanted(self._front_end, held.number))
+            (route.identity, KvBlocksQuery(self._front_end, blocks.number))
             for route in routes
-            if route.identity is not None and (held := self._due(route, now)) is not None
+            if route.identity is not None and (blocks := self._due(route, now)) is not None
         ]
 
-    def _due(self, route: Route, now: float) -> _Held | None:
+    def _due(self, route: Route, now: float) -> _EngineBlocks | None:
         """Return the state of an engine that has to be asked for changes, else None."""
         setup = route.entry.setup
         if setup is None or not setup.tells_blocks:
             return None
-        held = self._held.get(route.entry.rank)
-        if held is None:
-            held = self._held[route.entry.rank] = _Held(route.engine, setup.block_size)
-        elif held.asked_at is not None and now - held.asked_at < ASK_AGAIN:
+        blocks = self._engines.get(route.entry.rank)
+        if blocks is None:
+            blocks = self._engines[route.entry.rank] = _EngineBlocks(route.engine, setup.block_size)
+        elif blocks.queried_at is not None and now - blocks.queried_at < QUERY_TIMEOUT:
             return None
-        held.asked_at = now
-        return held
+        blocks.queried_at = now
+        return blocks
 
     def take(self, message: KvBlocks) -> bool:
         """Apply an engine's answer.
@@ -76,21 +80,21 @@ class BlockIndex:
         Returns:
             Whether it replaced known state of that process, after a reset or lost changes.
         """
-        held = self._held.get(message.rank)
-        if held is None or held.engine != (message.rank, message.incarnation):
+        blocks = self._engines.get(message.rank)
+        if blocks is None or blocks.engine != (message.rank, message.incarnation):
             return False
-        held.asked_at = None
-        is_anew = message.after == ALL_BLOCKS
-        if not is_anew and message.after != held.number:
+        blocks.queried_at = None
+        is_reset = message.after == ALL_BLOCKS
+        if not is_reset and message.after != blocks.number:
             return False
-        was_known = held.number != ALL_BLOCKS
-        held.number = message.number
-        if is_anew:
-            held.names = set()
-        held.names.difference_update(array("Q", message.removed))
-        room = max(0, self._max_blocks // len(self._held) - len(held.names))
-        held.names.update(array("Q", message.stored)[:room])
-        return is_anew and was_known
+        was_known = blocks.number != ALL_BLOCKS
+        blocks.number = message.number
+        if is_reset:
+            blocks.names = set()
+        blocks.names.difference_update(array("Q", message.removed))
+        room = max(0, self._max_blocks // len(self._engines) - len(blocks.names))
+        blocks.names.update(array("Q", message.stored)[:room])
+        return is_reset and was_known
 
     def cached_tokens(
         self, engines: Collection[Engine], message: AddRequest, output_token_ids: list[int]
@@ -100,11 +104,11 @@ class BlockIndex:
         As in engines, at least one token is left to compute.
         """
         alive = [
-            held
+            blocks
             for engine in engines
-            if (held := self._held.get(engine[0])) is not None
-            and held.engine == engine
-            and held.names
+            if (blocks := self._engines.get(engine[0])) is not None
+            and blocks.engine == engine
+            and blocks.names
         ]
         computes_all = message.sampling.prompt_logprobs is not None and not output_token_ids
         if not alive or computes_all:

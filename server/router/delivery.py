@@ -10,7 +10,7 @@ import msgspec
 
 from engine.shared.messages import AbortRequests, AddRequest, RequestOutput, StepOutputs, WakeUp
 from server.router.block_index import BlockIndex
-from server.router.events import Action, Count, Deliver, Notify, Send, Tell, Woken
+from server.router.events import Action, Count, Deliver, Notify, Send, SendIfReachable, Woken
 from server.router.load import Loads
 from server.router.members import Members
 from server.router.request import Prefill, RoutedRequest
@@ -93,18 +93,18 @@ class Delivery:
         route = members.routes[choice.rank]
         assert route.identity is not None, f"engine {choice.rank} was offered without a route"
         message = request.to_send(members.wave)
-        if request.prefill is Prefill.RUNS:
+        if request.prefill is Prefill.RUNNING:
             message = prefill_of(message)
-        elif request.prefill is Prefill.OVER:
+        elif request.prefill is Prefill.DONE:
             request.prefill = Prefill.NONE  # if this engine is lost, start over
             engine = request.prefilled_by
             message = answer_of(message, None if engine is None else members.find(*engine))
-        message = route.without_held_images(message)
+        message = route.without_cached_images(message)
         was_paused = members.paused
         self._loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
         request.times.sent(rank, now)
-        if message.alone:
+        if message.exclusive_steps:
             request.suspicion.tried_on = request.engine
         actions: list[Action] = [Send(route.identity, rank, incarnation, message, choice.reason)]
         if images := message.encoder_inputs:
@@ -116,11 +116,11 @@ class Delivery:
             self._woken_at = now
         return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
 
-    def not_sent(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
+    def send_failed(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
         """Handle a failed send: return the request, now unassigned, if it has not ended."""
         route = self._members.find(*engine)
         if route is not None:
-            self._loads.not_sent(route, message.num_tokens)
+            self._loads.send_failed(route, message.num_tokens)
             route.images = None
         request = self.in_flight.get(message.id)
         if request is not None:
@@ -130,24 +130,24 @@ class Delivery:
     def _choose(self, request: RoutedRequest) -> Choice | None:
         routes, pinned_rank = self._members.routes, request.pinned_rank
         request.expected_cached = None
-        if request.prefill is Prefill.RUNS:
+        if request.prefill is Prefill.RUNNING:
             request.prefill = Prefill.NONE
         if pinned_rank is not None:
             route = routes.get(pinned_rank)
-            is_there = route is not None and route.is_open and route.can_serve(request.message)
-            return Choice(pinned_rank, "pinned") if is_there else None
-        every = usable = [
+            is_available = route is not None and route.is_open and route.can_serve(request.message)
+            return Choice(pinned_rank, "pinned") if is_available else None
+        candidates = usable = [
             each for each in routes.values() if each.is_usable and each.can_serve(request.message)
         ]
-        split_up = self._members.has_prefill_engines or request.message.offers_blocks
-        if self._split is not None and split_up:
-            usable = self._split.answering(request.message, every)
+        may_split = self._members.has_prefill_engines or request.message.offers_blocks
+        if self._split is not None and may_split:
+            usable = self._split.answering(request.message, candidates)
         loads = self._loads.of(usable)
         if not loads:
             return None
         cached: dict[int, int] = {}
         if self._index is not None:
-            engines = [each.engine for each in every]
+            engines = [each.engine for each in candidates]
             cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
             loads = with_cached(loads, cached)
         choice = self._choose_by(self._policy, loads, request)
@@ -161,7 +161,7 @@ class Delivery:
             }
             choice = with_adapter(choice, loads, resident)
         if request.prefill is Prefill.NONE:
-            choice = self._choose_prefill(request, every, choice, cached) or choice
+            choice = self._choose_prefill(request, candidates, choice, cached) or choice
             if self._index is not None:
                 request.expected_cached = cached.get(choice.rank, 0)
         return choice
@@ -186,7 +186,7 @@ class Delivery:
         if not self._split.keeps_up(request, chosen, *self._loads.of([route])):
             return None
         if not draws_one_token(request):
-            request.prefill = Prefill.RUNS
+            request.prefill = Prefill.RUNNING
         return Choice(rank, "prefill")
 
     def _choose_by(
@@ -205,13 +205,13 @@ class Delivery:
         route = None if engine is None else self._members.find(*engine)
         if route is None or route.identity is None:
             return []
-        return [Tell(route.identity, AbortRequests(ids))]
+        return [SendIfReachable(route.identity, AbortRequests(ids))]
 
     def leave(self, request: RoutedRequest) -> list[Action]:
         """Abort a request on an engine that may only be silent, to save it the work."""
         assert request.engine is not None, f"request {request.id} is on no engine that it can leave"
         identity = self._members.last_identity(request.engine)
-        return [] if identity is None else [Tell(identity, AbortRequests([request.id]))]
+        return [] if identity is None else [SendIfReachable(identity, AbortRequests([request.id]))]
 
     # -- back ------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Delivery:
         stats = message.stats
         engine = (stats.rank, stats.incarnation)
         in_flight, delivered, stale = self.in_flight, [], []
-        found: list[Action] = []
+        counts: list[Action] = []
         for output in message.outputs if order >= 0 else ():
             request = in_flight.get(output.id)
             if request is None:
@@ -233,14 +233,16 @@ class Delivery:
                     stale.append(output.id)  # has moved on, or its abort was lost
             elif order == 0 and request.engine == engine:
                 if output.timing is not None:
-                    request.times.said(output.timing, now, last=output.finish_reason is not None)
+                    request.times.record_timing(
+                        output.timing, now, last=output.finish_reason is not None
+                    )
                     if request.expected_cached is not None:
                         expected, cached = request.expected_cached, output.num_cached_tokens
-                        found.append(Count("routing_expected_cached_tokens", expected))
-                        found.append(Count("routing_found_cached_tokens", cached))
+                        counts.append(Count("routing_expected_cached_tokens", expected))
+                        counts.append(Count("routing_found_cached_tokens", cached))
                         request.expected_cached = None
-                if request.prefill is Prefill.RUNS:
-                    self._prefill_said(request, output)
+                if request.prefill is Prefill.RUNNING:
+                    self._prefill_output(request, output)
                     continue
                 if request.cached_at_prefill is not None and output.num_cached_tokens:
                     output = msgspec.structs.replace(
@@ -250,10 +252,10 @@ class Delivery:
                     del in_flight[output.id]
                 request.output_token_ids += output.token_ids
                 delivered.append((request, output))
-        actions: list[Action] = [Deliver(delivered), *found] if delivered else []
+        actions: list[Action] = [Deliver(delivered), *counts] if delivered else []
         return actions + self.abort(stale, engine) if stale else actions
 
-    def _prefill_said(self, request: RoutedRequest, output: RequestOutput) -> None:
+    def _prefill_output(self, request: RoutedRequest, output: RequestOutput) -> None:
         """Process an output of a prefill engine; its token is discarded."""
         if output.finish_reason is None:
             return
@@ -261,7 +263,7 @@ class Delivery:
         if has_succeeded and request.cached_at_prefill is None:
             request.cached_at_prefill = output.num_cached_tokens
         request.prefilled_by = request.engine if has_succeeded else None
-        request.prefill = Prefill.OVER
+        request.prefill = Prefill.DONE
         self._prefilled.append(request)
 
     def take_prefilled(self) -> list[RoutedRequest]:

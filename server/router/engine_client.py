@@ -16,13 +16,13 @@ import zmq
 
 from engine.shared.messages import (
     AdapterOutcome,
-    AdapterWish,
+    AdapterRequest,
     AddRequest,
     ClusterView,
     EngineInput,
     EngineOutput,
     FleetOrder,
-    FleetWish,
+    FleetRequest,
     FrontEndNotice,
     KvSource,
     RouteHello,
@@ -32,11 +32,11 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
-from server.router.events import CallOverdue, EngineHello, Event, FollowBlocks, Tick
+from server.router.events import CallOverdue, EngineHello, Event, QueryBlocks, Tick
 from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ FIRST_CONNECT_TIMEOUT = 5.0
 TICK_INTERVAL = 1.0
 """Seconds between checks for members and requests that have waited too long."""
 
-FOLLOW_INTERVAL = 0.1
+BLOCK_QUERY_INTERVAL = 0.1
 """Seconds between requests to engines for changes of their KV blocks."""
 
 
@@ -90,7 +90,9 @@ class EngineClient:
         self._notify = notify
         self.adapters = Adapters(front_end, router.members.incarnation)
         """Adapters that requests can name."""
-        self._wishes: dict[int, tuple[AdapterWish | FleetWish, asyncio.Future[Any]]] = {}
+        self._operator_requests: dict[
+            int, tuple[AdapterRequest | FleetRequest, asyncio.Future[Any]]
+        ] = {}
         """Requests to the coordinator and the futures of their answers, by ticket."""
         self.fleet: FleetOrder | None = None
         """The newest fleet order known here."""
@@ -112,7 +114,7 @@ class EngineClient:
         self._min_ready_engines = min_ready_engines
         self._cold_start_timeout = cold_start_timeout
         self._num_held = 0
-        self._engine_came = asyncio.Event()
+        self._engine_connected = asyncio.Event()
         self._became_ready = asyncio.Event()
         self._reached_engines = asyncio.Event()
         if cold_start_timeout:
@@ -125,9 +127,9 @@ class EngineClient:
         )
         self._outputs.attach(self._loop, lambda _sender, message: self._handle(message))
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
-        self._follow_timer: asyncio.TimerHandle | None = None
+        self._block_query_timer: asyncio.TimerHandle | None = None
         if router.index is not None:
-            self._follow()
+            self._query_blocks()
         self._first_connect_timer = self._loop.call_later(
             FIRST_CONNECT_TIMEOUT, self._reached_engines.set
         )
@@ -141,7 +143,7 @@ class EngineClient:
         serves = self._became_ready.is_set() and (members.ready or holds)
         return serves and not self._draining
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         if self._draining:
             raise _shutting_down()
         if not self._router.members.has_engines:
@@ -197,7 +199,7 @@ class EngineClient:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
         if self._draining:
             raise _shutting_down()
@@ -228,31 +230,31 @@ class EngineClient:
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
     ) -> AdapterOutcome:
-        if self.adapters.sheet is None:
+        if self.adapters.table is None:
             return AdapterOutcome(0, 400, "No engine serves adapters: --enable-lora.")
-        wish = AdapterWish(secrets.randbits(60), name, path, in_place)
+        request = AdapterRequest(secrets.randbits(60), name, path, in_place)
         try:
             async with asyncio.timeout(UTILITY_TIMEOUT):
-                with self._wished(wish) as answer:
+                with self._operator_request(request) as answer:
                     outcome: AdapterOutcome = await answer
                     return outcome
         except TimeoutError:
             reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
-            return AdapterOutcome(wish.ticket, 503, reason)
+            return AdapterOutcome(request.ticket, 503, reason)
 
     async def order_fleet(
-        self, wish: FleetWish, within: float = UTILITY_TIMEOUT
+        self, request: FleetRequest, within: float = UTILITY_TIMEOUT
     ) -> list[UtilityResult]:
         missing = "the coordinator has not taken the order"
         try:
             async with asyncio.timeout(within):
-                with self._wished(wish) as answer:
+                with self._operator_request(request) as answer:
                     revision: int = await answer
                 while True:
                     # Ask the engines that are connected for their own state.
-                    there = self._router.members.has_engines
-                    results = await self.call_utility(None, "info", {}) if there else []
-                    late = [each for each in results if not _followed(each, wish, revision)]
+                    has_engines = self._router.members.has_engines
+                    results = await self.call_utility(None, "info", {}) if has_engines else []
+                    late = [each for each in results if not _followed(each, request, revision)]
                     if not late:
                         return results
                     missing = f"engine {late[0].rank} has not followed yet; the order stands"
@@ -261,22 +263,24 @@ class EngineClient:
             raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
 
     @contextlib.contextmanager
-    def _wished(self, wish: AdapterWish | FleetWish) -> Iterator[asyncio.Future[Any]]:
+    def _operator_request(
+        self, request: AdapterRequest | FleetRequest
+    ) -> Iterator[asyncio.Future[Any]]:
         """Send a request to the coordinator, and repeat it with each tick until it is answered."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._wishes[wish.ticket] = wish, answer
-        self._notify(wish)
+        self._operator_requests[request.ticket] = request, answer
+        self._notify(request)
         try:
             yield answer
         finally:
-            del self._wishes[wish.ticket]
+            del self._operator_requests[request.ticket]
 
     def _answer(self, ticket: int, answer: AdapterOutcome | int) -> None:
-        _, waiting = self._wishes.get(ticket, (None, None))
+        _, waiting = self._operator_requests.get(ticket, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    def _tell_of_adapters(self) -> None:
+    def _report_adapters(self) -> None:
         notice = self.adapters.notice(time.monotonic())
         if notice is not None:
             self._notify(notice)
@@ -288,14 +292,14 @@ class EngineClient:
         """
         self._draining = True
         self._reached_engines.set()
-        self._engine_came.set()
+        self._engine_connected.set()
         self._idle.clear()
         if self._router.delivery.in_flight:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), within)
-        left = len(self._router.delivery.in_flight)
+        unfinished = len(self._router.delivery.in_flight)
         self._shell.fail_all(_shutting_down())
-        return left
+        return unfinished
 
     @property
     def reaches_engines(self) -> bool:
@@ -313,11 +317,11 @@ class EngineClient:
         await self._reached_engines.wait()
         if self.reaches_engines or self._draining or self._num_held >= MAX_HELD:
             return
-        self._engine_came.clear()
+        self._engine_connected.clear()
         self._num_held += 1
         try:
             async with asyncio.timeout(self._cold_start_timeout):
-                await self._engine_came.wait()
+                await self._engine_connected.wait()
         except TimeoutError:
             reason = f"No engine came within {self._cold_start_timeout:g} s; try again."
             raise NoEngineAvailable(reason) from None
@@ -333,7 +337,7 @@ class EngineClient:
     def view_changed(self, view: ClusterView) -> None:
         """Apply a cluster view from the coordinator."""
         outcomes = self.adapters.take(view.adapters)
-        self._tell_of_adapters()
+        self._report_adapters()
         order = view.fleet
         # A restarted coordinator can know less.
         if order is not None and (self.fleet is None or order.revision >= self.fleet.revision):
@@ -348,21 +352,21 @@ class EngineClient:
         self._handle(Tick())
         if self._num_held:
             self._metrics.count("held_request_seconds", by=self._num_held * TICK_INTERVAL)
-        self._tell_of_adapters()
-        for wish, answer in self._wishes.values():
+        self._report_adapters()
+        for request, answer in self._operator_requests.values():
             if not answer.done():
-                self._notify(wish)
+                self._notify(request)
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
-    def _follow(self) -> None:
-        self._shell.handle(FollowBlocks())
-        self._follow_timer = self._loop.call_later(FOLLOW_INTERVAL, self._follow)
+    def _query_blocks(self) -> None:
+        self._shell.handle(QueryBlocks())
+        self._block_query_timer = self._loop.call_later(BLOCK_QUERY_INTERVAL, self._query_blocks)
 
     def _handle(self, event: Event) -> None:
         self._shell.handle(event)
         members = self._router.members
         if self._num_held and members.has_engines:
-            self._engine_came.set()
+            self._engine_connected.set()
         if self._became_ready.is_set() and self._reached_engines.is_set():
             return
         if members.reaches_engines:
@@ -381,19 +385,19 @@ class EngineClient:
     def close(self) -> None:
         """Stop receiving and close the sockets."""
         self._timer.cancel()
-        if self._follow_timer is not None:
-            self._follow_timer.cancel()
+        if self._block_query_timer is not None:
+            self._block_query_timer.cancel()
         self._first_connect_timer.cancel()
         for inbox in (self._requests, self._outputs):
             inbox.close()
 
 
-def _followed(result: UtilityResult, wish: FleetWish, revision: int) -> bool:
+def _followed(result: UtilityResult, request: FleetRequest, revision: int) -> bool:
     info = result.result
     if result.error is not None or not isinstance(info, dict):
         return False
     done = int(info.get("fleet_revision") or 0) >= revision
-    return done and (wish.action != "pause" or bool(info["is_paused"]))
+    return done and (request.action != "pause" or bool(info["is_paused"]))
 
 
 def _shutting_down() -> NoEngineAvailable:

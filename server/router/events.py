@@ -11,7 +11,7 @@ from engine.shared.messages import (
     ClusterView,
     EngineDead,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     RequestOutput,
     RouteHello,
     RouteTaken,
@@ -72,13 +72,13 @@ class Tick(msgspec.Struct, frozen=True):
     """Periodic timer event."""
 
 
-class FollowBlocks(msgspec.Struct, frozen=True):
+class QueryBlocks(msgspec.Struct, frozen=True):
     """Timer event: ask engines for changes of their KV blocks."""
 
 
 Event = (
     StepOutputs | Submit | Close | EngineHello | ClusterView | Tick | EngineDead
-    | SendsFailed | Call | UtilityResult | CallOverdue | KvBlocks | FollowBlocks
+    | SendsFailed | Call | UtilityResult | CallOverdue | KvBlocks | QueryBlocks
 )  # fmt: skip
 
 
@@ -96,11 +96,11 @@ class Send(msgspec.Struct, frozen=True):
     """Why this engine was chosen, for the routing metric."""
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendIfReachable(msgspec.Struct, frozen=True):
     """Send to an engine, ignoring failures."""
 
     to: bytes
-    message: AbortRequests | RouteTaken | KvBlocksWanted
+    message: AbortRequests | RouteTaken | KvBlocksQuery
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -148,4 +148,4 @@ class Woken(msgspec.Struct, frozen=True):
     seconds: float
 
 
-Action = Deliver | Send | Tell | Fail | Refuse | CallResult | Notify | Count | Woken
+Action = Deliver | Send | SendIfReachable | Fail | Refuse | CallResult | Notify | Count | Woken

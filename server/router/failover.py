@@ -27,7 +27,7 @@ PROBATION_PATIENCE = 10
 
 ALL_HALTED = "All engines are paused or asleep, and none resumed in time; try again later."
 
-STEPS_ALONE = 8
+EXCLUSIVE_STEPS = 8
 """Sampling steps of a trial: more than were lost with its engine."""
 
 STEPS_GROWTH = 4
@@ -81,15 +81,15 @@ class Probation:
             return None
         request = next((each for each in self.suspects if not each.suspicion.in_doubt), None)
         if request is not None:
-            steps = STEPS_ALONE * STEPS_GROWTH ** min(request.suspicion.clearances, 2)
-            request.message = msgspec.structs.replace(request.message, alone=steps)
-            request.suspicion.alone_on = None
+            steps = EXCLUSIVE_STEPS * STEPS_GROWTH ** min(request.suspicion.clearances, 2)
+            request.message = msgspec.structs.replace(request.message, exclusive_steps=steps)
+            request.suspicion.exclusive_on = None
             self.on_trial = request
         return request
 
-    def broke_off(self, request: RoutedRequest) -> None:
+    def abort_trial(self, request: RoutedRequest) -> None:
         """End a suspect's trial, as its engine was lost; requeue it last unless it ran alone."""
-        if not request.suspicion.deaths_alone:
+        if not request.suspicion.exclusive_deaths:
             self.suspects[request] = self.suspects.pop(request)
         if self.on_trial is request:
             self.on_trial = None
@@ -100,9 +100,9 @@ class Probation:
         engine = (stats.rank, stats.incarnation)
         if request is None or request.engine != engine:
             return
-        if stats.alone == request.id:
-            request.suspicion.alone_on = engine
-        elif request.suspicion.alone_on == engine:
+        if stats.exclusive_request == request.id:
+            request.suspicion.exclusive_on = engine
+        elif request.suspicion.exclusive_on == engine:
             self._acquit(request)
             request.suspicion.cleared()
 
@@ -120,7 +120,7 @@ class Probation:
 
     def _acquit(self, request: RoutedRequest) -> None:
         self.drop(request)
-        request.message = msgspec.structs.replace(request.message, alone=0)
+        request.message = msgspec.structs.replace(request.message, exclusive_steps=0)
 
     def drop(self, request: RoutedRequest) -> None:
         """Remove a request that has ended or is no longer a suspect."""
@@ -174,23 +174,23 @@ class Failover:
 
     # -- requests and their engines --------------------------------------------------------------
 
-    def place(self, request: RoutedRequest, now: float) -> list[Action]:
+    def assign(self, request: RoutedRequest, now: float) -> list[Action]:
         """Send a request to an engine; queue it if none is available or it must wait."""
         since = self.waiting.pop(request, None)
         if self.probation.may_run(request) and (actions := self._delivery.send(request, now)):
-            request.waited_since = since
+            request.waiting_since = since
             return actions
         self.waiting[request] = now if since is None else since
         return []
 
-    def place_again(self, request: RoutedRequest, now: float) -> list[Action]:
+    def reassign(self, request: RoutedRequest, now: float) -> list[Action]:
         """Resend a request; later outputs of its previous engine are ignored."""
         self._delivery.renumber(request, now)
-        return self.place(request, now)
+        return self.assign(request, now)
 
-    def not_sent(self, request: RoutedRequest, now: float) -> None:
+    def send_failed(self, request: RoutedRequest, now: float) -> None:
         """Requeue a request whose engine was unreachable, keeping its waiting time."""
-        since = request.waited_since
+        since = request.waiting_since
         self.waiting[request] = now if since is None else since
 
     def forget(self, request: RoutedRequest) -> None:
@@ -198,13 +198,13 @@ class Failover:
         self.waiting.pop(request, None)
         self.probation.drop(request)
 
-    def place_waiting(self, now: float) -> list[Action]:
+    def assign_waiting(self, now: float) -> list[Action]:
         """Place waiting requests after engines have joined or resumed."""
         actions: list[Action] = []
         ready = self._members.ready
         for request in list(self.waiting):
             if ready or request.pinned_rank is not None:
-                actions += self.place(request, now)
+                actions += self.assign(request, now)
         return actions
 
     def hand_over(self, now: float) -> list[Action]:
@@ -222,35 +222,35 @@ class Failover:
                 logger.info("engine %d is halted: moving %d requests", engine[0], len(moving))
                 actions += self._delivery.abort([each.id for each in moving], engine)
             for request in moving:
-                actions += self.place_again(request, now)
+                actions += self.reassign(request, now)
         return actions
 
-    def send_again(self, engine: Engine, now: float) -> list[Action]:
+    def resend(self, engine: Engine, now: float) -> list[Action]:
         """Resend the requests of a live engine after messages to or from it were lost."""
-        again = self._delivery.running_on(engine)
+        requests = self._delivery.running_on(engine)
         route = self._members.find(*engine)
         if route is not None:
             self._loads.forget_unreceived(route)
             route.images = None
-        what = "messages to or from engine %d were lost: resending %d requests"
-        logger.warning(what, engine[0], len(again))
-        actions = self._delivery.abort([each.id for each in again], engine) if again else []
-        for request in again:
-            request.suspicion.alone_on = None
-            actions += self.place_again(request, now)
+        text = "messages to or from engine %d were lost: resending %d requests"
+        logger.warning(text, engine[0], len(requests))
+        actions = self._delivery.abort([each.id for each in requests], engine) if requests else []
+        for request in requests:
+            request.suspicion.exclusive_on = None
+            actions += self.reassign(request, now)
         return actions
 
     def _move(self, request: RoutedRequest, now: float) -> list[Action]:
         """Move a request that lost its engine, or queue it as a suspect."""
         request.engine = None
-        actions = self._look_at(request, now)
+        actions = self._check_suspicion(request, now)
         if actions is not None:
             return actions
-        return [Count("requests_resumed"), *self.place_again(request, now)]
+        return [Count("requests_resumed"), *self.reassign(request, now)]
 
     # -- lost engines ----------------------------------------------------------------------------
 
-    def out_of_reach(self, lost: EngineLost, now: float) -> list[Action]:
+    def mark_unreachable(self, lost: EngineLost, now: float) -> list[Action]:
         """Move the requests of an engine that is unreachable and may have died.
 
         Only its return or its end will show whether it died, perhaps because of one of these
@@ -258,16 +258,14 @@ class Failover:
         to wait.
         """
         engine = lost.engine
-        stranded = self._delivery.running_on(engine)
-        if stranded:
-            logger.warning(
-                "engine %d is out of reach: moving %d requests", engine[0], len(stranded)
-            )
+        running = self._delivery.running_on(engine)
+        if running:
+            logger.warning("engine %d is out of reach: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
-        for request in stranded:
+        for request in running:
             actions += self._delivery.leave(request)
-            if lost.alone == request.id:
-                request.suspicion.alone_on = engine
+            if lost.exclusive_request == request.id:
+                request.suspicion.exclusive_on = engine
             request.suspicion.left(engine, was_silent=lost.was_silent)
             actions += self._move(request, now)
         return actions
@@ -275,31 +273,33 @@ class Failover:
     def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
         """Handle the end of an engine process: move its requests, and update those that left it."""
         engine = lost.engine
-        stranded = self._delivery.running_on(engine)
-        if stranded:
-            logger.warning("engine %d has gone: moving %d requests", engine[0], len(stranded))
+        running = self._delivery.running_on(engine)
+        if running:
+            logger.warning("engine %d has gone: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
         for request in list(self._delivery.in_flight.values()):
             ran_there, suspicion = request.engine == engine, request.suspicion
             if not ran_there and not suspicion.left_on(engine):
                 continue
-            ran_alone = suspicion.alone_on == engine or lost.alone == request.id
-            if ran_alone and not lost.was_silent:
-                suspicion.deaths_alone += 1
-                if suspicion.deaths_alone >= CONVICTING_DEATHS:
-                    suspicion.alone_on = engine  # others did not cause the earlier deaths
+            ran_exclusively = (
+                suspicion.exclusive_on == engine or lost.exclusive_request == request.id
+            )
+            if ran_exclusively and not lost.was_silent:
+                suspicion.exclusive_deaths += 1
+                if suspicion.exclusive_deaths >= CONVICTING_DEATHS:
+                    suspicion.exclusive_on = engine  # others did not cause the earlier deaths
                     self.probation.convicted(request, self._delivery.in_flight.values())
                     actions += self._kills_engines(request)
                     continue
-            if lost.alone and not ran_alone and not lost.was_silent:
-                suspicion.excused(engine)
+            if lost.exclusive_request and not ran_exclusively and not lost.was_silent:
+                suspicion.clear_doubt(engine)
             else:
                 suspicion.ended(engine, was_silent=lost.was_silent)
             if ran_there:
                 actions += self._delivery.leave(request)
                 actions += self._move(request, now)
             else:
-                actions += self._look_at(request, now) or ()
+                actions += self._check_suspicion(request, now) or ()
         return actions
 
     def replaced(self, incarnations: Mapping[int, int], now: float) -> list[Action]:
@@ -308,48 +308,48 @@ class Failover:
         for request in list(self._delivery.in_flight.values()):
             if request.suspicion.silent_on:
                 request.suspicion.replaced(incarnations)
-                actions += self._look_at(request, now) or ()
+                actions += self._check_suspicion(request, now) or ()
         return actions
 
-    def heard(self, engine: Engine) -> None:
+    def engine_alive(self, engine: Engine) -> None:
         """Clear suspicions over an engine that is alive and was only unreachable."""
         for request in self._delivery.in_flight.values():
-            request.suspicion.heard(engine)
+            request.suspicion.engine_alive(engine)
 
     # -- suspects --------------------------------------------------------------------------------
 
-    def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
+    def _check_suspicion(self, request: RoutedRequest, now: float) -> list[Action] | None:
         """Check whether a request is a suspect; return None if it can continue normally."""
         probation = self.probation
         if request not in probation.suspects:
             if not probation.is_suspect(request):
                 return None
             name, deaths = request.message.request_id, len(request.suspicion.died_on)
-            what = "request %s was in flight on %d engines that died: it will run alone"
-            logger.warning(what, name, deaths, extra={"request_id": name})
+            text = "request %s was in flight on %d engines that died: it will run alone"
+            logger.warning(text, name, deaths, extra={"request_id": name})
             actions = self._delivery.abort([request.id], request.engine)
             probation.suspects[request] = now
-            self._take_off(request, now)
+            self._unassign(request, now)
             return actions
         if request.suspicion.tries >= MAX_TRIES:
             return self._kills_engines(request)
         if request.engine is None and request is probation.on_trial:
-            probation.broke_off(request)
-            self._take_off(request, now)
+            probation.abort_trial(request)
+            self._unassign(request, now)
         return []
 
-    def _take_off(self, request: RoutedRequest, now: float) -> None:
+    def _unassign(self, request: RoutedRequest, now: float) -> None:
         """Unassign a request, which then only waits for its trial."""
         self._delivery.renumber(request, now)
         self.waiting.pop(request, None)
 
-    def begin_trial(self, now: float) -> list[Action]:
+    def start_trial(self, now: float) -> list[Action]:
         """Send the next suspect to an engine, to run alone, if a trial is due."""
         request = self.probation.next()
-        return [] if request is None else self.place_again(request, now)
+        return [] if request is None else self.reassign(request, now)
 
     def _kills_engines(self, request: RoutedRequest) -> list[Action]:
-        name, why = request.message.request_id, request.suspicion.says()
+        name, why = request.message.request_id, request.suspicion.error_message()
         logger.error("request %s: %s", name, why, extra={"request_id": name})
         return self._end(request, KillsEngines(why))
 
@@ -378,7 +378,7 @@ class Failover:
         for request in self.probation.overdue(now):
             actions += self._kills_engines(request)
         for request in self.probation.tick():
-            actions += self.place_again(request, now)
+            actions += self.reassign(request, now)
         return actions
 
     def _end(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> list[Action]:

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from engine.shared.messages import ClusterView, EngineStats, LoadChange, ViewChange
 
-ASK_INTERVAL = 1.0
+REQUEST_INTERVAL = 1.0
 """Minimum seconds between requests for a full view."""
 
 
@@ -15,7 +15,7 @@ class FollowedView:
         """Begin at `now` (seconds, monotonic), when a full view was requested."""
         self.view: ClusterView | None = None
         self._missed = False
-        self._asked_at = now
+        self._requested_at = now
 
     def take(self, message: ClusterView | ViewChange) -> ClusterView | None:
         """Apply a message; return the new view, or None if it yields none."""
@@ -49,11 +49,11 @@ class FollowedView:
         )
         return self.view
 
-    def asks(self, now: float) -> bool:
+    def should_request(self, now: float) -> bool:
         """Return whether to request a full view at `now`, because a message was missed."""
-        if not self._missed or now - self._asked_at < ASK_INTERVAL:
+        if not self._missed or now - self._requested_at < REQUEST_INTERVAL:
             return False
-        self._asked_at = now
+        self._requested_at = now
         return True
 
 

@@ -7,13 +7,13 @@ from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
-    FleetWish,
+    FleetRequest,
     KvSource,
     UtilityResult,
     UtilityValue,
 )
 from server.router.adapters import Adapters
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 
 
 class NoEngineAvailable(Exception):
@@ -58,7 +58,7 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         """Return if requests are accepted; they wait while all engines are halted.
 
         Raises:
@@ -144,7 +144,9 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
+    async def order_fleet(
+        self, request: FleetRequest, within: float = 120.0
+    ) -> list[UtilityResult]:
         """Execute an order on all engines, including ones that join later.
 
         Returns each engine's `info` utility result after it has executed the order.
@@ -158,7 +160,7 @@ class GenerationClient(Protocol):
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
         """Route one sequence to an engine, the pinned one if given; return its stream.
 

@@ -17,7 +17,7 @@ from engine.shared.membership import (
     Rejected,
 )
 from engine.shared.messages import (
-    AdapterSheet,
+    AdapterTable,
     ClusterView,
     CoordinatorReply,
     FleetOrder,
@@ -109,12 +109,12 @@ class ClusterLink:
         view = self._followed.take(message)
         if view is not None:
             self._on_view(view)
-        elif self._views is not None and self._followed.asks(time.monotonic()):
+        elif self._views is not None and self._followed.should_request(time.monotonic()):
             self._views.send(_SUBSCRIBE_ALL)
 
-    def know(self, sheet: AdapterSheet | None, order: FleetOrder | None) -> None:
-        """Record the newest adapter sheet and fleet order, for a restarted coordinator."""
-        self._membership.adapters = sheet
+    def remember(self, table: AdapterTable | None, order: FleetOrder | None) -> None:
+        """Record the newest adapter table and fleet order, for a restarted coordinator."""
+        self._membership.adapters = table
         self._membership.fleet = order
 
     def ready(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from engine.shared.messages import EngineStats
 from server.router.load_table import LoadTable, received_from
-from server.router.route import Behind, Route
+from server.router.route import MissingMessages, Route
 from server.router.routing import EngineLoad
 
 
@@ -47,24 +47,30 @@ class Loads:
         route.stats = stats
         route.stats_at = now
         route.load = None
-        return self._is_behind(route, stats, now)
+        return self._has_lost_messages(route, stats, now)
 
-    def _is_behind(self, route: Route, stats: EngineStats, now: float) -> bool:
-        seen = received_from(stats, self._front_end, self._incarnation)
-        requests, outputs = (seen.requests, seen.outputs) if seen else (0, 0)
+    def _has_lost_messages(self, route: Route, stats: EngineStats, now: float) -> bool:
+        received = received_from(stats, self._front_end, self._incarnation)
+        requests, outputs = (received.requests, received.outputs) if received else (0, 0)
         sent = route.sent
-        if seen is not None and requests > sent.requests:
+        if received is not None and requests > sent.requests:
             # Messages considered lost have arrived after all.
-            sent = route.sent = sent._replace(requests=requests, prompt_tokens=seen.prompt_tokens)
-        behind = route.behind
-        if behind is not None and requests >= behind.requests and route.outputs >= behind.outputs:
-            behind = None
-        if behind is None and (requests < sent.requests or outputs > route.outputs):
-            behind = Behind(now, sent.requests, outputs)
-        route.behind = behind
-        if behind is None or now - behind.since <= self._grace:
+            sent = route.sent = sent._replace(
+                requests=requests, prompt_tokens=received.prompt_tokens
+            )
+        missing = route.missing
+        if (
+            missing is not None
+            and requests >= missing.requests
+            and route.outputs >= missing.outputs
+        ):
+            missing = None
+        if missing is None and (requests < sent.requests or outputs > route.outputs):
+            missing = MissingMessages(now, sent.requests, outputs)
+        route.missing = missing
+        if missing is None or now - missing.since <= self._grace:
             return False
-        route.behind = None
+        route.missing = None
         return True
 
     def outputs_arrived(self, route: Route | None, stats: EngineStats) -> int:
@@ -76,32 +82,34 @@ class Loads:
         """
         if route is None:
             return 0
-        seen = received_from(stats, self._front_end, self._incarnation)
-        if seen is None or seen.outputs == 0:
+        received = received_from(stats, self._front_end, self._incarnation)
+        if received is None or received.outputs == 0:
             return 0  # the engine does not count them
-        order = seen.outputs - route.outputs - 1
-        route.outputs = max(route.outputs, seen.outputs)
+        order = received.outputs - route.outputs - 1
+        route.outputs = max(route.outputs, received.outputs)
         return order
 
     def sent(self, route: Route, prompt_tokens: int) -> None:
         """Count a request sent to an engine."""
         before = route.sent
-        self._sent_so_far(route, before.requests + 1, before.prompt_tokens + prompt_tokens)
+        self._set_sent(route, before.requests + 1, before.prompt_tokens + prompt_tokens)
 
-    def not_sent(self, route: Route, prompt_tokens: int) -> None:
+    def send_failed(self, route: Route, prompt_tokens: int) -> None:
         """Undo the count of a request that could not be sent."""
         before = route.sent
-        self._sent_so_far(route, before.requests - 1, before.prompt_tokens - prompt_tokens)
+        self._set_sent(route, before.requests - 1, before.prompt_tokens - prompt_tokens)
 
     def forget_unreceived(self, route: Route) -> None:
         """Treat everything that an engine has not received by now as lost."""
-        seen = received_from(route.stats, self._front_end, self._incarnation)
-        route.behind = None
-        if seen is not None:
-            route.outputs = max(route.outputs, seen.outputs)
-        self._sent_so_far(route, seen.requests if seen else 0, seen.prompt_tokens if seen else 0)
+        received = received_from(route.stats, self._front_end, self._incarnation)
+        route.missing = None
+        if received is not None:
+            route.outputs = max(route.outputs, received.outputs)
+        self._set_sent(
+            route, received.requests if received else 0, received.prompt_tokens if received else 0
+        )
 
-    def _sent_so_far(self, route: Route, requests: int, prompt_tokens: int) -> None:
+    def _set_sent(self, route: Route, requests: int, prompt_tokens: int) -> None:
         before = route.sent
         route.sent = before._replace(requests=requests, prompt_tokens=prompt_tokens)
         route.load = None
@@ -139,13 +147,13 @@ class Loads:
         for front_end, sent in senders:
             if sent.engine_incarnation != own.engine_incarnation:
                 continue
-            seen = received_from(stats, front_end, sent.front_end_incarnation)
-            if seen is None:
+            received = received_from(stats, front_end, sent.front_end_incarnation)
+            if received is None:
                 requests += sent.requests
                 tokens += sent.prompt_tokens
             else:
-                requests += max(0, sent.requests - seen.requests)
-                tokens += max(0, sent.prompt_tokens - seen.prompt_tokens)
+                requests += max(0, sent.requests - received.requests)
+                tokens += max(0, sent.prompt_tokens - received.prompt_tokens)
         if stats is None:
             return EngineLoad(route.entry.rank, requests, requests, tokens, 0.0)
         return EngineLoad(

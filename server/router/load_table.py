@@ -31,8 +31,8 @@ class Sent(NamedTuple):
     prompt_tokens: int
 
 
-_WRITTEN = struct.Struct(f"={len(Sent._fields)}Q")
-_EMPTY = bytes(_WRITTEN.size)
+_CELL_FORMAT = struct.Struct(f"={len(Sent._fields)}Q")
+_EMPTY = bytes(_CELL_FORMAT.size)
 
 
 def create_load_table(path: Path, num_front_ends: int) -> None:
@@ -65,13 +65,13 @@ class LoadTable:
         if rank >= MAX_ENGINES:
             return []
         memory, at = self._map, rank * _CELL
-        end = at + _WRITTEN.size
+        end = at + _CELL_FORMAT.size
         return [memory[row + at : row + end] for row in self._rows]
 
     def peers(self, cells: list[bytes]) -> list[tuple[int, Sent]]:
         """Return the totals of each other front end with a non-empty cell."""
         return [
-            (peer, Sent(*_WRITTEN.unpack(cell)))
+            (peer, Sent(*_CELL_FORMAT.unpack(cell)))
             for peer, cell in zip(self._peers, cells, strict=False)
             if cell != _EMPTY
         ]

@@ -12,7 +12,7 @@ from engine.shared.messages import ClusterView, EngineEntry, RouteHello
 from engine.shared.roster import Roster
 from engine.shared.scope import EVERYTHING, Scope
 from server.router.load_table import Sent
-from server.router.route import Engine, HeardHello, Route
+from server.router.route import Engine, LastHello, Route
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EngineLost:
     incarnation: int
     was_silent: bool = False
     """It was silent before; it may come back, and no crash was seen."""
-    alone: int = 0
+    exclusive_request: int = 0
     """Id of the request that it ran alone, the only possible culprit; 0 if none."""
 
     @property
@@ -59,24 +59,24 @@ class Members:
         self._scope = scope
         self._roster: Roster[EngineEntry] = Roster(grace)
         self._departed: dict[int, Route] = {}
-        self._hellos: dict[Engine, HeardHello] = {}
-        self._looked_at: float | None = None
+        self._hellos: dict[Engine, LastHello] = {}
+        self._last_check_at: float | None = None
 
     # -- events ----------------------------------------------------------------------------------
 
-    def is_news(self, view: ClusterView) -> bool:
+    def is_newer(self, view: ClusterView) -> bool:
         """Return whether a snapshot is newer than the known one."""
         known = self.view
         return known is None or view.epoch != known.epoch or view.version > known.version
 
     def take_view(self, view: ClusterView, now: float) -> list[EngineLost]:
         """Apply a newer snapshot of the coordinator; return the engines that left."""
-        self._look(now)
+        self._check_stall(now)
         ranks = [1 + entry.rank for entry in view.engines]
         self.num_ranks = max(self.num_ranks, *ranks, 0)
         scope = self._scope
-        near = [each for each in view.engines if scope.contains(each.rank, each.host)]
-        view = msgspec.structs.replace(view, engines=[self._as_known(each) for each in near])
+        in_scope = [each for each in view.engines if scope.contains(each.rank, each.host)]
+        view = msgspec.structs.replace(view, engines=[self._as_known(each) for each in in_scope])
         self.view = view
         self._view_at = now
         listed = {entry.rank: entry for entry in view.engines}
@@ -122,12 +122,12 @@ class Members:
             route = Route(entry=entry, sent=Sent(self.incarnation, entry.incarnation, 0, 0))
         hello = self._hellos.get(route.engine)
         if hello is not None:
-            route.identity, route.heard_at = hello.identity, hello.at
+            route.identity, route.last_hello_at = hello.identity, hello.at
         return route
 
     def expire(self, now: float) -> list[EngineLost]:
         """Return engines that a restarted coordinator does not list and that are silent here."""
-        self._look(now)
+        self._check_stall(now)
         return self._drop(self._roster.expire(now), now)
 
     def _drop(self, ranks: list[int], now: float) -> list[EngineLost]:
@@ -136,38 +136,45 @@ class Members:
             route = self.routes.pop(rank, None)
             if route is not None:
                 self._departed[rank] = route
-                was_silent = now - route.heard_at > self._grace / 2
-                lost.append(EngineLost(*route.engine, was_silent, route.alone))
+                was_silent = now - route.last_hello_at > self._grace / 2
+                lost.append(EngineLost(*route.engine, was_silent, route.exclusive_request))
         return lost
 
-    def unheard(self, now: float) -> list[EngineLost]:
+    def find_silent(self, now: float) -> list[EngineLost]:
         """Return the engines that the coordinator considers alive but that are silent here.
 
         They are unreachable until their next hello. Must be called at least every second.
         """
-        self._look(now)
+        self._check_stall(now)
         silent = [
             route.engine
             for route in self.routes.values()
-            if route.identity is not None and now - route.heard_at > self._grace
+            if route.identity is not None and now - route.last_hello_at > self._grace
         ]
         return [
-            EngineLost(lost.rank, lost.incarnation, was_silent=True, alone=lost.alone)
+            EngineLost(
+                lost.rank,
+                lost.incarnation,
+                was_silent=True,
+                exclusive_request=lost.exclusive_request,
+            )
             for each in silent
-            for lost in self.out_of_reach(*each)
+            for lost in self.mark_unreachable(*each)
         ]
 
-    def _look(self, now: float) -> None:
+    def _check_stall(self, now: float) -> None:
         """Record that this process is running; after a stall, unread messages do not count as
         silence."""
-        held_up = self._looked_at is not None and now - self._looked_at > self._grace / 2
-        self._looked_at = now
-        for rank, route in self.routes.items() if held_up else ():
-            route.heard_at = now
-            route.behind = None
+        was_stalled = (
+            self._last_check_at is not None and now - self._last_check_at > self._grace / 2
+        )
+        self._last_check_at = now
+        for rank, route in self.routes.items() if was_stalled else ():
+            route.last_hello_at = now
+            route.missing = None
             self._roster.lives(rank, now)
 
-    def heard(self, sender: bytes, hello: RouteHello, now: float) -> bool:
+    def hello_received(self, sender: bytes, hello: RouteHello, now: float) -> bool:
         """Record an engine's hello: its request route to this front end is open.
 
         Returns whether the same process has a new connection: it had considered this front end
@@ -176,23 +183,23 @@ class Members:
         engine = (hello.rank, hello.incarnation)
         known = self._hellos.get(engine)
         drains = hello.drains or (known is not None and known.drains)
-        self._hellos[engine] = HeardHello(sender, hello.session, now, drains)
+        self._hellos[engine] = LastHello(sender, hello.session, now, drains)
         route = self.find(*engine)
         if route is not None:
             route.identity = sender
-            route.heard_at = now
+            route.last_hello_at = now
             if drains:
                 route.entry = _draining(route.entry)
             self._roster.lives(hello.rank, now)
         return known is not None and known.session != hello.session
 
-    def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
+    def mark_unreachable(self, rank: int, incarnation: int) -> list[EngineLost]:
         """Mark an engine as unreachable until its next hello."""
         route = self.find(rank, incarnation)
         if route is None or route.identity is None:
             return []
         route.identity = None
-        return [EngineLost(rank, incarnation, alone=route.alone)]
+        return [EngineLost(rank, incarnation, exclusive_request=route.exclusive_request)]
 
     def died(self, rank: int, incarnation: int) -> list[EngineLost]:
         """Remove an engine that is known to be dead before the coordinator reports it."""
@@ -203,7 +210,7 @@ class Members:
         # next snapshot does not re-add it as new.
         del self.routes[rank]
         self._hellos.pop((rank, incarnation), None)
-        return [EngineLost(rank, incarnation, alone=route.alone)]
+        return [EngineLost(rank, incarnation, exclusive_request=route.exclusive_request)]
 
     # -- queries ---------------------------------------------------------------------------------
 
@@ -258,7 +265,7 @@ class Members:
     @property
     def serves_images(self) -> bool:
         """Whether any connected engine accepts images."""
-        return any(route.is_open and route.takes_images for route in self.routes.values())
+        return any(route.is_open and route.accepts_images for route in self.routes.values())
 
     @property
     def wants_whole_images(self) -> bool:
@@ -270,8 +277,8 @@ class Members:
     def num_slots(self) -> int:
         """Sequences that the engines can run at once, now or after they resume."""
         usable = [route for route in self.routes.values() if route.is_usable]
-        there = usable or [route for route in self.routes.values() if route.is_open]
-        return sum(route.num_slots for route in there)
+        counted = usable or [route for route in self.routes.values() if route.is_open]
+        return sum(route.num_slots for route in counted)
 
     def view_age(self, now: float) -> float | None:
         """Return the seconds since the newest view arrived; None before the first."""

@@ -33,16 +33,16 @@ class EngineTimes:
     for another engine is queueing.
     """
 
-    __slots__ = ("_decode", "_ended_here", "_first_at", "_here", "_preemptions", "_prefill",
-                 "_queue", "_ran", "_sent", "_since", "engine", "visits")  # fmt: skip
+    __slots__ = ("_current_timing", "_decode", "_first_at", "_has_final_timing", "_preemptions",
+                 "_prefill", "_queue", "_ran", "_sent", "_since", "engine", "visits")  # fmt: skip
 
     def __init__(self) -> None:
         self.engine = -1
         """Rank of the current or last engine; -1 before the first."""
         self._queue = self._prefill = self._decode = 0.0
         self._preemptions = 0
-        self._here: RequestTiming | None = None
-        self._ended_here = False
+        self._current_timing: RequestTiming | None = None
+        self._has_final_timing = False
         self._ran = False
         self._first_at = 0.0
         self._since: float | None = None
@@ -57,31 +57,31 @@ class EngineTimes:
         self.engine = engine
         self._sent = now
 
-    def said(self, timing: RequestTiming, now: float, *, last: bool) -> None:
+    def record_timing(self, timing: RequestTiming, now: float, *, last: bool) -> None:
         """Record the timing in an engine's output; `last` if it ended the request."""
-        if self._here is None:
+        if self._current_timing is None:
             self._first_at = now
-        self._here = timing
-        self._ended_here = last
+        self._current_timing = timing
+        self._has_final_timing = last
         self._ran = True
 
     def left(self, now: float) -> None:
         """Record that the request was unassigned from its engine."""
-        here = self._here
-        if here is not None and not self._ended_here:
+        timing = self._current_timing
+        if timing is not None and not self._has_final_timing:
             decode = now - self._first_at
-            here = RequestTiming(here.queue, here.prefill, decode, here.preemptions)
+            timing = RequestTiming(timing.queue, timing.prefill, decode, timing.preemptions)
         if self._sent is not None:
-            self.visits.append(EngineVisit(self.engine, self._sent, now, here))
+            self.visits.append(EngineVisit(self.engine, self._sent, now, timing))
             self._sent = None
-        if here is not None:
-            self._queue += here.queue
-            self._prefill += here.prefill
-            self._preemptions += here.preemptions
-            self._decode += here.decode
+        if timing is not None:
+            self._queue += timing.queue
+            self._prefill += timing.prefill
+            self._preemptions += timing.preemptions
+            self._decode += timing.decode
         elif self._since is not None:
             self._queue += now - self._since
-        self._here = None
+        self._current_timing = None
         self._since = now
 
     def ended(self, now: float) -> RequestTiming | None:
@@ -105,23 +105,23 @@ class Suspicion:
     """Engines that it was moved away from and that may have died."""
     silent_on: frozenset[Engine] = _NONE
     """Engines that fell silent with it in flight; dead if other processes replace them."""
-    alone_on: Engine | None = None
+    exclusive_on: Engine | None = None
     """The engine that reported running this request alone."""
     tried_on: Engine | None = None
     """The engine that it was last sent to for a trial."""
     tries: int = 0
     """Engines that died for unknown reasons while the request waited there to run alone."""
-    deaths_alone: int = 0
+    exclusive_deaths: int = 0
     """Engines that died while running it alone."""
     clearances: int = 0
     """Number of trials passed."""
 
-    def says(self) -> str:
+    def error_message(self) -> str:
         """Return the client's error message if the request ends because of this."""
-        deaths = len(self.died_on) + (self.alone_on is not None)
-        if self.alone_on is not None:
+        deaths = len(self.died_on) + (self.exclusive_on is not None)
+        if self.exclusive_on is not None:
             return (
-                f"the request ended {deaths} engines, {self.deaths_alone} of them while it ran "
+                f"the request ended {deaths} engines, {self.exclusive_deaths} of them while it ran "
                 "there alone: it must not be sent again"
             )
         return (
@@ -140,23 +140,23 @@ class Suspicion:
         """Return whether it left that engine before the engine's fate was known."""
         return engine in self.in_doubt or engine in self.silent_on
 
-    def heard(self, engine: Engine) -> None:
+    def engine_alive(self, engine: Engine) -> None:
         """Clear an engine that is alive: it was only unreachable."""
         if not (self.died_on or self.in_doubt or self.silent_on):
             return
-        if self.left_on(engine) and self.alone_on == engine:
-            self.alone_on = None
-        self.excused(engine)
+        if self.left_on(engine) and self.exclusive_on == engine:
+            self.exclusive_on = None
+        self.clear_doubt(engine)
         self.died_on -= {engine}
 
-    def excused(self, engine: Engine) -> None:
+    def clear_doubt(self, engine: Engine) -> None:
         """Clear the doubt about an engine whose end this request did not cause."""
         self.in_doubt -= {engine}
         self.silent_on -= {engine}
 
     def ended(self, engine: Engine, *, was_silent: bool) -> None:
         """Record an engine that has ended; one that had been silent may come back."""
-        self.excused(engine)
+        self.clear_doubt(engine)
         if was_silent:
             self.silent_on |= {engine}
         else:
@@ -174,8 +174,8 @@ class Suspicion:
     def cleared(self) -> None:
         """Reset after a passed trial: the engines died for other reasons."""
         self.died_on = _NONE
-        self.alone_on = self.tried_on = None
-        self.tries = self.deaths_alone = 0
+        self.exclusive_on = self.tried_on = None
+        self.tries = self.exclusive_deaths = 0
         self.clearances += 1
 
 
@@ -184,9 +184,9 @@ class Prefill(enum.Enum):
 
     NONE = enum.auto()
     """Not split, or on the engine that answers it."""
-    RUNS = enum.auto()
+    RUNNING = enum.auto()
     """Its engine only computes the prompt."""
-    OVER = enum.auto()
+    DONE = enum.auto()
     """The prefill engine is done; another engine is to answer."""
 
 
@@ -216,7 +216,7 @@ class RoutedRequest:
     """Cached prompt tokens at prefill; at the first one if there were several."""
     times: EngineTimes = field(default_factory=EngineTimes)
     suspicion: Suspicion = field(default_factory=Suspicion)
-    waited_since: float | None = None
+    waiting_since: float | None = None
     """Start of the wait for the current engine; None if it did not wait."""
 
     @property

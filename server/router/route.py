@@ -22,14 +22,14 @@ class Route:
     entry: EngineEntry
     identity: bytes | None = None
     """Its socket identity, while it is reachable."""
-    heard_at: float = 0.0
+    last_hello_at: float = 0.0
     """Time of its last hello."""
     sent: Sent
     stats: EngineStats | None = None
     stats_at: float = 0.0
     outputs: int = 0
     """Number of its output messages that have arrived."""
-    behind: "Behind | None" = None
+    missing: "MissingMessages | None" = None
     load: EngineLoad | None = None
     """Load as of `stats`, `sent` and `cells`; None if not computed since the first two changed."""
     cells: list[bytes] = field(default_factory=list)
@@ -53,11 +53,11 @@ class Route:
         return self.is_open and not (stats is not None and stats.halted)
 
     @property
-    def takes_images(self) -> bool:
+    def accepts_images(self) -> bool:
         """Whether it accepts requests with images."""
         return self.entry.setup is not None and self.entry.setup.images
 
-    def without_held_images(self, message: AddRequest) -> AddRequest:
+    def without_cached_images(self, message: AddRequest) -> AddRequest:
         """Return a request message for it, without the images that it already holds."""
         if not message.encoder_inputs or self.entry.setup is None:
             return message
@@ -77,8 +77,8 @@ class Route:
 
     def can_serve(self, message: AddRequest) -> bool:
         """Return whether it supports a request's images and adapter."""
-        seen = self.takes_images or not message.encoder_inputs
-        return seen and (not message.adapter or message.adapter in self.entry.adapters)
+        received = self.accepts_images or not message.encoder_inputs
+        return received and (not message.adapter or message.adapter in self.entry.adapters)
 
     @property
     def hands_over(self) -> bool:
@@ -87,10 +87,10 @@ class Route:
         return self.is_open and stats is not None and stats.hands_over
 
     @property
-    def alone(self) -> int:
+    def exclusive_request(self) -> int:
         """Id of the request that it runs alone; 0 if none."""
         stats = self.stats
-        return 0 if stats is None else stats.alone
+        return 0 if stats is None else stats.exclusive_request
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +110,7 @@ class Route:
         return max(configured, stats.running)
 
 
-class HeardHello(NamedTuple):
+class LastHello(NamedTuple):
     """Socket identity and session of an engine's last hello."""
 
     identity: bytes
@@ -120,7 +120,7 @@ class HeardHello(NamedTuple):
     """Whether it accepts nothing new, regardless of a restarted coordinator's view."""
 
 
-class Behind(NamedTuple):
+class MissingMessages(NamedTuple):
     """Counts of messages missing when that was first noticed."""
 
     since: float

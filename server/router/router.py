@@ -33,12 +33,12 @@ from server.router.events import (
     Deliver,
     EngineHello,
     Event,
-    FollowBlocks,
+    QueryBlocks,
     Refuse,
     Send,
+    SendIfReachable,
     SendsFailed,
     Submit,
-    Tell,
     Tick,
 )
 from server.router.failover import Failover
@@ -54,7 +54,7 @@ from server.router.split import Split
 
 @dataclass
 class _OpenCall:
-    awaited: dict[int, int]
+    pending: dict[int, int]
     """Incarnations of the engines that have not answered, by rank."""
     results: dict[int, UtilityResult] = field(default_factory=dict)
 
@@ -84,10 +84,10 @@ class UtilityCalls:
     def answered(self, result: UtilityResult) -> list[Action]:
         """Record an answer; unexpected ones are dropped."""
         call = self._open.get(result.call_id)
-        if call is None or call.awaited.pop(result.rank, None) is None:
+        if call is None or call.pending.pop(result.rank, None) is None:
             return []
         call.results[result.rank] = result
-        if call.awaited:
+        if call.pending:
             return []
         del self._open[result.call_id]
         return [CallResult(result.call_id, [call.results[rank] for rank in sorted(call.results)])]
@@ -97,7 +97,7 @@ class UtilityCalls:
         rank, incarnation = engine
         actions: list[Action] = []
         for call_id, call in list(self._open.items()):
-            if call.awaited.get(rank) == incarnation:
+            if call.pending.get(rank) == incarnation:
                 error = f"engine {rank} died before it answered"
                 actions += self.answered(UtilityResult(call_id, rank, error=error))
         return actions
@@ -106,7 +106,7 @@ class UtilityCalls:
         """Record errors for all missing answers: the caller has stopped waiting."""
         call = self._open.get(call_id)
         actions: list[Action] = []
-        for rank in list(call.awaited) if call is not None else ():
+        for rank in list(call.pending) if call is not None else ():
             error = f"engine {rank} did not answer {why}; it may still do so"
             actions += self.answered(UtilityResult(call_id, rank, error=error))
         return actions
@@ -171,14 +171,14 @@ class Router:
                 actions = self.calls.begin(event, self.members.routes.values())
             case CallOverdue(call_id, why):
                 actions = self.calls.overdue(call_id, why)
-            case KvBlocks() | FollowBlocks():
+            case KvBlocks() | QueryBlocks():
                 return self._follow_blocks(event, now)
             case _:
                 actions = self._engines_changed(event, now)
-                actions += self.failover.place_waiting(now)
+                actions += self.failover.assign_waiting(now)
                 actions += self.failover.hand_over(now)
         if self.failover.probation.suspects:
-            actions += self.failover.begin_trial(now)
+            actions += self.failover.start_trial(now)
         return actions
 
     def _engines_changed(
@@ -192,11 +192,11 @@ class Router:
         """
         match event:
             case EngineHello():
-                return self._heard(event, now)
+                return self._handle_hello(event, now)
             case ClusterView():
-                return self._view(event, now)
+                return self._handle_view(event, now)
             case EngineDead():
-                return self._died(event, now)
+                return self._handle_death(event, now)
             case SendsFailed(sends):
                 return self._sends_failed(sends, now)
             case Tick():
@@ -215,7 +215,7 @@ class Router:
         if not request.message.group and (error := self._why_not(request.pinned_rank)):
             return [Refuse(error)]
         self.delivery.begin(request)
-        return self.failover.place(request, now)
+        return self.failover.assign(request, now)
 
     def _why_not(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
         """Return the error if nothing can serve a new, possibly pinned, request now."""
@@ -238,10 +238,10 @@ class Router:
         stats = message.stats
         route = self.members.find(stats.rank, stats.incarnation)
         order = self.loads.outputs_arrived(route, stats)
-        was_behind = route is not None and self.loads.observe(route, stats, now)
+        has_lost = route is not None and self.loads.observe(route, stats, now)
         actions = self.delivery.outputs(message, order, now)
         for request in self.delivery.take_prefilled():
-            actions += self.failover.place_again(request, now)
+            actions += self.failover.reassign(request, now)
         if message.outputs or stats.running + stats.waiting > 0:
             actions += self.delivery.engines_run(now)
         if self.failover.probation.suspects and order == 0:
@@ -250,54 +250,54 @@ class Router:
                     if output.finish_reason is not None:
                         self.failover.forget(request)
             self.failover.probation.watch(stats)
-        if order > 0 or was_behind:
-            actions += self.failover.send_again((stats.rank, stats.incarnation), now)
+        if order > 0 or has_lost:
+            actions += self.failover.resend((stats.rank, stats.incarnation), now)
         return actions
 
-    def _follow_blocks(self, event: KvBlocks | FollowBlocks, now: float) -> list[Action]:
+    def _follow_blocks(self, event: KvBlocks | QueryBlocks, now: float) -> list[Action]:
         if self.index is None:
             return []
         if isinstance(event, KvBlocks):
             return [Count("routing_index_resyncs")] if self.index.take(event) else []
-        questions = self.index.follow(self.members.routes.values(), now)
-        return [Tell(to, question) for to, question in questions]
+        queries = self.index.queries_due(self.members.routes.values(), now)
+        return [SendIfReachable(to, query) for to, query in queries]
 
     # -- engines ---------------------------------------------------------------------------------
 
-    def _heard(self, event: EngineHello, now: float) -> list[Action]:
+    def _handle_hello(self, event: EngineHello, now: float) -> list[Action]:
         """Handle an engine's hello, which is repeated as a heartbeat."""
         sender, hello = event.sender, event.hello
         engine = (hello.rank, hello.incarnation)
         actions: list[Action] = []
-        if self.members.heard(sender, hello, now):
-            actions += self.failover.send_again(engine, now)
+        if self.members.hello_received(sender, hello, now):
+            actions += self.failover.resend(engine, now)
         route = self.members.find(*engine)
         if route is not None:
-            self.failover.heard(engine)
-            if hello.asks and route.is_open:
-                actions.append(Tell(sender, RouteTaken(hello.session)))
+            self.failover.engine_alive(engine)
+            if hello.wants_reply and route.is_open:
+                actions.append(SendIfReachable(sender, RouteTaken(hello.session)))
         return actions
 
-    def _view(self, view: ClusterView, now: float) -> list[Action]:
+    def _handle_view(self, view: ClusterView, now: float) -> list[Action]:
         members = self.members
-        if not members.is_news(view):
+        if not members.is_newer(view):
             return []
         lost = members.take_view(view, now)
-        forgetful = [
+        lossy = [
             route.engine
             for route in members.routes.values()
             if (stats := route.entry.stats) is not None and self.loads.observe(route, stats, now)
         ]
         actions = self.delivery.engines_run(now) if view.running else []
         for each in lost:
-            actions += self._gone(each, now)
+            actions += self._handle_loss(each, now)
         incarnations = {entry.rank: entry.incarnation for entry in view.engines}
         actions += self.failover.replaced(incarnations, now)
-        for engine in forgetful:
-            actions += self.failover.send_again(engine, now)
+        for engine in lossy:
+            actions += self.failover.resend(engine, now)
         return actions
 
-    def _died(self, message: EngineDead, now: float) -> list[Action]:
+    def _handle_death(self, message: EngineDead, now: float) -> list[Action]:
         logger.error("engine %d died: %s", message.rank, message.reason)
         actions = self.calls.engine_lost((message.rank, message.incarnation))
         for lost in self.members.died(message.rank, message.incarnation):
@@ -312,21 +312,21 @@ class Router:
             logger.warning("engine %d cannot be reached", send.rank)
             if isinstance(send.message, UtilityCall):
                 actions += self.calls.engine_lost(engine)
-            elif (request := self.delivery.not_sent(send.message, engine)) is not None:
-                self.failover.not_sent(request, now)
+            elif (request := self.delivery.send_failed(send.message, engine)) is not None:
+                self.failover.send_failed(request, now)
         for send in sends:
-            for lost in self.members.out_of_reach(send.rank, send.incarnation):
-                actions += self.failover.out_of_reach(lost, now)
+            for lost in self.members.mark_unreachable(send.rank, send.incarnation):
+                actions += self.failover.mark_unreachable(lost, now)
         return actions
 
     def _tick(self, now: float) -> list[Action]:
-        gone, silent = self.members.expire(now), self.members.unheard(now)
+        expired, silent = self.members.expire(now), self.members.find_silent(now)
         actions = self.failover.tick(now)
-        for lost in gone:
-            actions += self._gone(lost, now)
+        for lost in expired:
+            actions += self._handle_loss(lost, now)
         for lost in silent:
-            actions += self.failover.out_of_reach(lost, now)
+            actions += self.failover.mark_unreachable(lost, now)
         return actions
 
-    def _gone(self, lost: EngineLost, now: float) -> list[Action]:
+    def _handle_loss(self, lost: EngineLost, now: float) -> list[Action]:
         return self.calls.engine_lost(lost.engine) + self.failover.engine_lost(lost, now)

@@ -134,7 +134,7 @@ class LeastLoaded:
     """The compared engine with the least load; ties rotate among the tied engines."""
 
     def __init__(self, start: int = 0) -> None:
-        self._turn = start
+        self._rotation = start
         self._random = random.Random(start)
 
     def choose(
@@ -146,16 +146,16 @@ class LeastLoaded:
         cache_root: bytes = b"",
     ) -> Choice:
         if unseen_front_ends:
-            loads = self.some(loads, unseen_front_ends)
+            loads = self.sample(loads, unseen_front_ends)
         costs = [cost(load) for load in loads]
         least = min(costs)
         tied = [load.rank for load, each in zip(loads, costs, strict=True) if each == least]
         if len(tied) == 1:
             return Choice(tied[0], "least_loaded")
-        self._turn += 1
-        return Choice(tied[self._turn % len(tied)], "tie")
+        self._rotation += 1
+        return Choice(tied[self._rotation % len(tied)], "tie")
 
-    def some(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
+    def sample(self, loads: Sequence[EngineLoad], unseen: int) -> Sequence[EngineLoad]:
         """Return a random sample of loads to compare with this many unseen front ends."""
         share = max(2, math.ceil(len(loads) / (1 + unseen)))
         return loads if share >= len(loads) else self._random.sample(loads, share)
@@ -200,7 +200,7 @@ class PrefixAffinity:
     """
 
     def __init__(self, start: int = 0, capacity: int = AFFINITY_CAPACITY) -> None:
-        self._otherwise = LeastLoaded(start)
+        self._fallback = LeastLoaded(start)
         self._capacity = capacity
         self._rank_of: OrderedDict[int, int] = OrderedDict()
 
@@ -216,7 +216,7 @@ class PrefixAffinity:
         if hashes:
             choice = self._preferred(loads, hashes) or _by_hash(loads, hashes)
         else:
-            choice = self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)
+            choice = self._fallback.choose(loads, unseen_front_ends=unseen_front_ends)
         rank_of = self._rank_of
         for each in hashes:
             rank_of[each] = choice.rank
@@ -271,8 +271,8 @@ class PrefixAware:
         if unseen_front_ends:
             max_cached = max(load.cached_tokens for load in near)
             holders = [load for load in near if load.cached_tokens == max_cached]
-            some = self._least_loaded.some
-            near = [*some(near, unseen_front_ends), *some(holders, unseen_front_ends)]
+            sample = self._least_loaded.sample
+            near = [*sample(near, unseen_front_ends), *sample(holders, unseen_front_ends)]
         weight = CACHED_WEIGHT / PREFILL_TOKENS_PER_REQUEST
         best = min(near, key=lambda load: costs[load.rank] - weight * load.cached_tokens)
         return Choice(best.rank, "cached" if best.cached_tokens else "least_loaded")
@@ -328,22 +328,22 @@ def build_policy(name: str, start: int) -> RoutingPolicy:
     if name in POLICIES:
         return POLICIES[name](start)
 
-    def tried(policy: Callable[[int], RoutingPolicy]) -> RoutingPolicy:
+    def checked(policy: Callable[[int], RoutingPolicy]) -> RoutingPolicy:
         idle = [EngineLoad(0, 0, 0, 0, 0.0)]
         chosen = policy(start).choose(idle, (), 0, cache_root=b"")
         if chosen.rank != 0:
             raise ValueError(f"it chose engine {chosen.rank}, but there is only engine 0")
-        return _Foreign(name, policy(start), start)
+        return _PluginPolicy(name, policy(start), start)
 
-    return load_plugin("swell.routing_policies", name, "--routing-policy", tried)
+    return load_plugin("swell.routing_policies", name, "--routing-policy", checked)
 
 
-class _Foreign:
+class _PluginPolicy:
     """A plugin's policy; if it fails, the least loaded engine is chosen."""
 
     def __init__(self, name: str, policy: RoutingPolicy, start: int) -> None:
         self._name, self._policy = name, policy
-        self._otherwise = LeastLoaded(start)
+        self._fallback = LeastLoaded(start)
         self._has_failed = False
 
     def choose(
@@ -371,4 +371,4 @@ class _Foreign:
                 self._name,
                 error,
             )
-        return self._otherwise.choose(loads, unseen_front_ends=unseen_front_ends)
+        return self._fallback.choose(loads, unseen_front_ends=unseen_front_ends)

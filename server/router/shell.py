@@ -28,15 +28,15 @@ from server.router.events import (
     Notify,
     Refuse,
     Send,
+    SendIfReachable,
     SendsFailed,
     Submit,
-    Tell,
     Woken,
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.request import RoutedRequest
 from server.router.router import Router
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RouterShell:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
         """Route one sequence to an engine and return its stream.
 
@@ -154,7 +154,7 @@ class RouterShell:
                 case Send():
                     if not self._send_request(action):
                         failed.append(action)
-                case Tell(to, message):
+                case SendIfReachable(to, message):
                     self._send(to, message)
                 case Fail(request, error):
                     self._fail(request, error)

@@ -17,7 +17,7 @@ from server.router.routing import EngineLoad, RoutingPolicy
 MAX_QUEUED = 8
 """Maximum queued tokens by which a prefill engine can exceed the answering engine, in minimum split
 lengths."""
-MAX_QUEUED_LIKE_IT = 2
+MAX_QUEUED_IN_PROMPTS = 2
 """The same in prompt lengths; the larger limit applies."""
 
 
@@ -56,7 +56,7 @@ class Split:
         if (
             answers.kv_role not in ("decode", "both")
             or uncached < self._min_tokens
-            or message.alone
+            or message.exclusive_steps
             or message.offers_blocks
             or message.kv_source is not None
             or message.pooling is not None
@@ -64,13 +64,15 @@ class Split:
         ):
             return []
         return [
-            route for route in usable if route.kv_role == "prefill" and _are_alike(route, answers)
+            route
+            for route in usable
+            if route.kv_role == "prefill" and _are_compatible(route, answers)
         ]
 
     def keeps_up(self, request: RoutedRequest, prefill: EngineLoad, answers: EngineLoad) -> bool:
         """Return whether a prefill engine's queue is short enough for the split to pay off."""
         queued = prefill.prefill_tokens - answers.prefill_tokens
-        longest = MAX_QUEUED_LIKE_IT * request.message.num_tokens
+        longest = MAX_QUEUED_IN_PROMPTS * request.message.num_tokens
         return queued <= max(MAX_QUEUED * self._min_tokens, longest)
 
 
@@ -82,7 +84,7 @@ def draws_one_token(request: RoutedRequest) -> bool:
     return request.message.sampling.max_tokens - len(request.output_token_ids) == 1
 
 
-def _are_alike(one: Route, other: Route) -> bool:
+def _are_compatible(one: Route, other: Route) -> bool:
     """Return whether two engines can read each other's blocks, according to their setups."""
     first, second = one.entry.setup, other.entry.setup
     return (
@@ -99,10 +101,10 @@ def prefill_of(message: AddRequest) -> AddRequest:
 
     It samples one token, which is discarded: the answering engine samples it again.
     """
-    drawn = SamplingParams(
+    sampling = SamplingParams(
         max_tokens=len(message.output_token_ids) + 1, seed=0, temperature=0.0, ignore_eos=True
     )
-    return msgspec.structs.replace(message, sampling=drawn, offers_blocks=True)
+    return msgspec.structs.replace(message, sampling=sampling, offers_blocks=True)
 
 
 def answer_of(message: AddRequest, prefilled_by: Route | None) -> AddRequest:

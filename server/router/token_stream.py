@@ -7,10 +7,10 @@ from engine.shared.messages import AddRequest, RequestOutput
 from server.limits import MAX_UNREAD
 from server.router.request import EngineTimes, RoutedRequest
 
-_MERGED = 64
+_MERGE_COUNT = 64
 """Number of unread outputs of a sequence that are merged into one."""
 
-_TAKEN = 1024
+_MAX_TAKEN = 1024
 """Tokens and scores taken at a time: rendering them takes a few milliseconds."""
 
 
@@ -18,7 +18,7 @@ class ReaderTooSlow(Exception):
     """The client did not read its outputs in time; the request was aborted."""
 
 
-class Unread:
+class UnreadOutputs:
     """Unread outputs of a request's sequences, and their total weight.
 
     If the limit is exceeded while no reader waits, the client is too slow and the request is
@@ -32,8 +32,8 @@ class Unread:
         self._weight = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._is_awaited = False
-        self._has_left = False
+        self._reader_waits = False
+        self._has_remaining = False
         """Whether the last read left outputs behind because of its size limit."""
 
     # -- for the streams -------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class Unread:
         """Record a new output of a sequence."""
         self._ready.setdefault(stream)
         self._weight += weight(output)
-        if self._weight > MAX_UNREAD and not self._is_awaited and self._error is None:
+        if self._weight > MAX_UNREAD and not self._reader_waits and self._error is None:
             self._error = ReaderTooSlow("The client read too slowly: the request was aborted.")
             for each in self._streams:
                 each.close()
@@ -73,9 +73,9 @@ class Unread:
         Raises:
             NoEngineAvailable, KillsEngines, ReaderTooSlow: a sequence ended without its last token.
         """
-        self._is_awaited = True
+        self._reader_waits = True
         try:
-            if self._has_left:
+            if self._has_remaining:
                 await asyncio.sleep(0)  # let other requests run between the parts of a large answer
             while not (taken := self.take()):
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -83,13 +83,13 @@ class Unread:
                 self._waiter = None
             return taken
         finally:
-            self._is_awaited = False
+            self._reader_waits = False
 
     def take(self) -> list[tuple[int, RequestOutput]]:
         """Return what `next` would, without waiting; empty if there is nothing yet."""
         ready, taken, total = self._ready, list[tuple[int, RequestOutput]](), 0
         for _ in range(len(ready)):
-            if total >= _TAKEN:
+            if total >= _MAX_TAKEN:
                 break
             stream = next(iter(ready))
             del ready[stream]
@@ -99,7 +99,7 @@ class Unread:
             total += weight(output)
             taken.append((stream.number, output))
         self._weight -= total
-        self._has_left = bool(ready)
+        self._has_remaining = bool(ready)
         if not taken and self._error is not None:
             raise self._error
         return taken
@@ -120,17 +120,17 @@ class RequestStream:
         message: AddRequest,
         on_close: Callable[["RequestStream"], None],
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> None:
         self.request = RoutedRequest(message, pinned_rank)
         """The router's state of the request."""
         self.finished = False
-        self.unread = Unread() if unread is None else unread
+        self.unread = UnreadOutputs() if unread is None else unread
         self.number = self.unread.add(self)
         """Number of the sequence in `unread`."""
         self._on_close = on_close
         self._pieces: list[RequestOutput] = []
-        self._small = 0
+        self._num_unmerged = 0
         """Number of trailing pieces that are not merged yet."""
 
     @property
@@ -148,10 +148,10 @@ class RequestStream:
     def put(self, output: RequestOutput) -> None:
         """Add the output of one step."""
         self._pieces.append(output)
-        self._small += 1
-        if self._small == _MERGED:
-            self._pieces[-_MERGED:] = [merge(self._pieces[-_MERGED:])]
-            self._small = 0
+        self._num_unmerged += 1
+        if self._num_unmerged == _MERGE_COUNT:
+            self._pieces[-_MERGE_COUNT:] = [merge(self._pieces[-_MERGE_COUNT:])]
+            self._num_unmerged = 0
         self.finished = output.finish_reason is not None
         self.unread.arrived(self, output)
 
@@ -165,9 +165,9 @@ class RequestStream:
     def take(self) -> tuple[RequestOutput, bool]:
         """Return the oldest piece, and whether there are more."""
         pieces = self._pieces
-        if self._small < len(pieces):
+        if self._num_unmerged < len(pieces):
             return pieces.pop(0), bool(pieces)
-        self._pieces, self._small = [], 0
+        self._pieces, self._num_unmerged = [], 0
         return pieces[0] if len(pieces) == 1 else merge(pieces), False
 
     async def next(self) -> RequestOutput:

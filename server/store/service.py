@@ -28,7 +28,7 @@ _MAX_WATCHED = 4096
 """Maximum unfinished responses whose heartbeats are tracked."""
 _LOG_INTERVAL = 60.0
 """Minimum seconds between log messages about an unavailable store."""
-_LOOK = 1.0
+_BEAT_INTERVAL = 1.0
 """Seconds between heartbeats."""
 
 
@@ -54,7 +54,7 @@ class Jobs:
         self._tasks[id_] = owner, task
         task.add_done_callback(lambda _: self._tasks.pop(id_, None))
         if self._watch is None:
-            self._watch = asyncio.create_task(self._look_after())
+            self._watch = asyncio.create_task(self._maintain_jobs())
 
     def cancel(self, id_: str) -> None:
         """Cancel a response if it is generated here."""
@@ -71,9 +71,9 @@ class Jobs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look_after(self) -> None:
+    async def _maintain_jobs(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_BEAT_INTERVAL)
             by_owner: dict[str, list[str]] = {}
             for id_, (owner, _) in self._tasks.items():
                 by_owner.setdefault(owner, []).append(id_)
@@ -129,8 +129,8 @@ class ResponseStore:
             StoreUnavailable: the store is unavailable, or too many calls are queued.
             StoreFull: see the method, which can raise other errors too.
         """
-        await self._turn(tenant)
-        began = time.monotonic()
+        await self._wait_for_turn(tenant)
+        started_at = time.monotonic()
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(
@@ -143,14 +143,14 @@ class ResponseStore:
             self._log(error)
             raise
         finally:
-            self._end_turn(tenant, time.monotonic() - began)
+            self._end_turn(tenant, time.monotonic() - started_at)
 
-    async def mend(self) -> None:
+    async def maintain(self) -> None:
         """Restore a deleted database file, before a new process creates an empty one."""
         with suppress(StoreUnavailable):
             await self.call(SqlBackend.get, "", "")
 
-    async def _turn(self, tenant: str) -> None:
+    async def _wait_for_turn(self, tenant: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             self._queue.push(tenant, turn)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from server.limits import MAX_CHAIN, MAX_KEPT_BATCHES, MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
+from server.limits import MAX_CHAIN, MAX_STORED_BATCHES, MAX_STORED_ITEMS, MAX_STORED_LENGTH
 from server.store.records import (
     ROW_BYTES,
     UNFINISHED,
@@ -132,7 +132,7 @@ class SqlBackend:
                 return None
             found.append(record)
             size += record.size
-            if len(found) > MAX_CHAIN or size > MAX_KEPT_LENGTH:
+            if len(found) > MAX_CHAIN or size > MAX_STORED_LENGTH:
                 raise TooLong
             following = record.previous or ""
         with self._database.transaction():
@@ -173,7 +173,7 @@ class SqlBackend:
         row = found.fetchone()
         if row is None:
             return None
-        return Progress(row[0], row[1], self._parts(tenant, id_, after + 1, MAX_KEPT_BATCHES))
+        return Progress(row[0], row[1], self._parts(tenant, id_, after + 1, MAX_STORED_BATCHES))
 
     def add(self, tenant: str, id_: str, parts: Sequence[Part]) -> bool:
         """Add parts to a record; return whether it exists.
@@ -205,7 +205,9 @@ class SqlBackend:
     def _execute(self, statement: str, *values: object) -> Any:
         return self._database.execute(statement, values)
 
-    def _parts(self, tenant: str, id_: str, first: int, limit: int = MAX_KEPT_ITEMS) -> list[Part]:
+    def _parts(
+        self, tenant: str, id_: str, first: int, limit: int = MAX_STORED_ITEMS
+    ) -> list[Part]:
         rows = self._execute(
             "SELECT id, body, position FROM parts WHERE tenant = ? AND record = ? AND position >="
             " coalesce((SELECT max(position) FROM parts WHERE tenant = ? AND record = ?"
@@ -226,7 +228,7 @@ class SqlBackend:
             position = part.position
             if position is None:
                 position = following
-                if size > MAX_KEPT_LENGTH or position >= MAX_KEPT_ITEMS:
+                if size > MAX_STORED_LENGTH or position >= MAX_STORED_ITEMS:
                     raise TooLong
             self._execute(
                 "INSERT INTO parts VALUES (?, ?, ?, ?, ?)",
@@ -255,12 +257,12 @@ class SqlBackend:
         )  # fmt: skip
 
     def _delete(self, where: str, *values: object) -> int:
-        gone = self._execute(
+        deleted = self._execute(
             f"DELETE FROM records WHERE {where} RETURNING tenant, size", *values
         ).fetchall()
-        for tenant, size in gone:
+        for tenant, size in deleted:
             self._account(tenant, -size)
-        return len(gone)
+        return len(deleted)
 
     def _make_room(self, size: int, tenant: str, kept: str) -> None:
         """Delete expired records, and others until `size` more bytes fit, except `kept`.

@@ -18,7 +18,7 @@ _WAIT = 10.0
 """Seconds to wait for other writers."""
 _PAUSE = 0.02
 """Seconds between retries where SQLite itself does not wait."""
-_RESERVED_SHARE, _MOST_RESERVED = 8, 64 << 20
+_RESERVED_SHARE, _MAX_RESERVED = 8, 64 << 20
 """Reserve: an eighth of the file system, at most this many bytes, stays free."""
 _JOURNAL = 1 << 18
 """Bytes of journal kept between transactions, because deleting needs space too."""
@@ -165,7 +165,7 @@ class SqliteDatabase:
         if unused > size:
             return True
         disk = os.statvfs(self._path.parent)
-        reserved = min(disk.f_blocks // _RESERVED_SHARE * disk.f_frsize, _MOST_RESERVED)
+        reserved = min(disk.f_blocks // _RESERVED_SHARE * disk.f_frsize, _MAX_RESERVED)
         return disk.f_bavail * disk.f_frsize > size + reserved
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> Any:

@@ -30,7 +30,7 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
     return certain
 
 
-class Until:
+class MarkerSearch:
     """Finds the first of some markers in text of any length, scanning each piece once."""
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -42,13 +42,13 @@ class Until:
 
     def push(self, text: str) -> tuple[str, str, str] | None:
         """Add text; return the text before the marker, the marker, and the rest, once found."""
-        seen = self._tail + text
-        found = find_first(seen, self._markers)
+        searched = self._tail + text
+        found = find_first(searched, self._markers)
         if found is None:
             self._pieces.append(text)
-            self._tail = seen[max(0, len(seen) - self._overlap) :]
+            self._tail = searched[max(0, len(searched) - self._overlap) :]
             return None
         start, marker = found
         whole = "".join(self._pieces) + text
-        start += len(whole) - len(seen)
+        start += len(whole) - len(searched)
         return whole[:start], marker, whole[start + len(marker) :]

@@ -90,8 +90,8 @@ def read_sampling_defaults(
     """
     flag = "--override-generation-config"
     try:
-        wanted = json.loads(overrides)
-        unknown = set(wanted.keys()) - set(SamplingDefaults.__struct_fields__)
+        overridden = json.loads(overrides)
+        unknown = set(overridden.keys()) - set(SamplingDefaults.__struct_fields__)
     except (ValueError, AttributeError) as error:
         raise BadGenerationConfig(f"{flag} is no JSON object: {error}") from error
     if unknown:
@@ -100,7 +100,7 @@ def read_sampling_defaults(
     if source == "auto" and known and not found.keys() & known.keys():
         logger.info("sampling: %s (from the presets, presets.yaml)", json.dumps(known))
         found |= known
-    return _defaults(found | wanted, flag)
+    return _defaults(found | overridden, flag)
 
 
 def _recommended(model: Path, source: str) -> dict[str, Any]:

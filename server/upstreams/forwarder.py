@@ -21,11 +21,11 @@ from server.upstreams.routes import ModelRoutes
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-"""Maximum connections to all servers together; further requests wait for `_PLACE_SECONDS`."""
+"""Maximum connections to all servers together; further requests wait for `_POOL_SECONDS`."""
 
 _CONNECT_SECONDS = 5.0
 _WRITE_SECONDS = 60.0
-_PLACE_SECONDS = 5.0
+_POOL_SECONDS = 5.0
 _IDLE_SECONDS = 2.0
 """Idle timeout, shorter than servers' own, so that no request meets a connection being closed."""
 
@@ -74,7 +74,7 @@ _SENT_BACK = frozenset(
 )
 
 
-class _Asked(msgspec.Struct):
+class _WithModel(msgspec.Struct):
     model: str = ""
 
 
@@ -91,7 +91,7 @@ class Forwarder:
         self._metrics = metrics
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(
-                None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS, pool=_PLACE_SECONDS
+                None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS, pool=_POOL_SECONDS
             ),
             transport=httpx.AsyncHTTPTransport(
                 limits=httpx.Limits(
@@ -119,10 +119,10 @@ class Forwarder:
         if not routes or _came_from_server(call):
             return None
         try:
-            asked = msgspec.json.decode(call.content, type=_Asked).model
+            name = msgspec.json.decode(call.content, type=_WithModel).model
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # errors in the body are reported where it is parsed in full
-        return asked if asked in routes and asked not in here else None
+        return name if name in routes and name not in here else None
 
     async def forward(self, call: Call, model: str) -> None:
         """Answer a call with the response of a model's server.
@@ -132,7 +132,7 @@ class Forwarder:
             ClientDisconnected: the client disconnected.
         """
         with call:
-            response = await self._ask(call, model)
+            response = await self._forward(call, model)
             call.forget_body()
             self._metrics.count("forwarded_requests", model, response.status_code)
             try:
@@ -140,7 +140,7 @@ class Forwarder:
             finally:
                 await response.aclose()
 
-    async def _ask(self, call: Call, model: str) -> httpx.Response:
+    async def _forward(self, call: Call, model: str) -> httpx.Response:
         """Send a call to a model's server; return the response once its headers have arrived.
 
         Connecting to an unreachable server is retried, since it has received nothing: it may be

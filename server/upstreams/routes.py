@@ -13,7 +13,7 @@ from engine.shared.watched_file import WatchedFile
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL = 1.0
+CHECK_INTERVAL = 1.0
 """Seconds between checks for a changed file."""
 
 MAX_FILE_BYTES = 1 << 20
@@ -66,14 +66,14 @@ class ModelRoutes:
             BadModelRoutes: it is unusable.
         """
         self._file = WatchedFile(path)
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._routes = read_routes(self._file.path)
 
     def current(self) -> dict[str, str]:
         """Return the server address of each model."""
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_INTERVAL
+        if now >= self._check_at:
+            self._check_at = now + CHECK_INTERVAL
             if self._file.changed():
                 self._read_again()
         return self._routes

@@ -10,8 +10,8 @@ BURNT = 0.02
 
 
 def burn() -> None:
-    until = time.thread_time() + BURNT
-    while time.thread_time() < until:
+    deadline = time.thread_time() + BURNT
+    while time.thread_time() < deadline:
         pass
 
 

@@ -8,10 +8,10 @@ import pytest
 from coordinator.adapters import MAX_ENTRIES, AdapterRegistry
 from engine.shared.messages import (
     AdapterEntry,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterRequest,
     AdaptersInUse,
-    AdapterWish,
-    HeldAdapter,
+    AdapterTable,
 )
 
 E0, E1 = (0, 100), (1, 101)
@@ -24,45 +24,45 @@ class Cluster:
     def __init__(self, *modules: str) -> None:
         self.registry = AdapterRegistry()
         entries = [AdapterEntry(i, name, name, confined=False) for i, name in enumerate(modules, 1)]
-        self.registry.brought(AdapterSheet(0, entries))
+        self.registry.adopt_newer(AdapterTable(0, entries))
         self.engines, self.front_ends = {E0, E1}, {F0, F1}
         self.in_use: dict[Any, set[str]] = {F0: set(), F1: set()}
 
     @property
-    def sheet(self) -> AdapterSheet:
-        assert self.registry.sheet is not None
-        return self.registry.sheet
+    def table(self) -> AdapterTable:
+        assert self.registry.table is not None
+        return self.registry.table
 
     @property
     def states(self) -> list[tuple[str, str]]:
-        return [(entry.name, entry.state) for entry in self.sheet.entries]
+        return [(entry.name, entry.state) for entry in self.table.entries]
 
     def engine(self, engine: Any, error: str = "", version: str = "") -> None:
-        """An engine has read all of the sheet."""
+        """An engine has read all of the table."""
         held = [
-            HeldAdapter(each.serial, error=error)
+            AdapterLoadResult(each.serial, error=error)
             if error and each.state == "loading"
-            else HeldAdapter(each.serial, each.version or version or f"v-{each.path}")
-            for each in self.sheet.entries
+            else AdapterLoadResult(each.serial, each.version or version or f"v-{each.path}")
+            for each in self.table.entries
         ]
         self.registry.engine_has(engine, held)
         self.advance()
 
     def front_end(self, front_end: Any) -> None:
-        """A front end has taken the newest sheet."""
+        """A front end has taken the newest table."""
         index, incarnation = front_end
         in_use = sorted(self.in_use[front_end])
         self.registry.front_end_has(
-            front_end, AdaptersInUse(index, incarnation, self.sheet.revision, in_use)
+            front_end, AdaptersInUse(index, incarnation, self.table.revision, in_use)
         )
         self.advance()
 
     def advance(self) -> bool:
         return self.registry.advance(self.engines, self.front_ends)
 
-    def wish(self, ticket: int, name: str, path: str | None, *, in_place: bool = False) -> None:
+    def request(self, ticket: int, name: str, path: str | None, *, in_place: bool = False) -> None:
         self.advance()
-        self.registry.wished(AdapterWish(ticket, name, path, in_place))
+        self.registry.handle_request(AdapterRequest(ticket, name, path, in_place))
         self.advance()
 
     def everybody(self) -> None:
@@ -81,12 +81,12 @@ class Cluster:
 
 def test_requests_may_name_it_when_all_engines_have_it_and_it_is_loaded_when_all_know() -> None:
     cluster = Cluster()
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     assert cluster.states == [("sql", "loading")]
     cluster.engine(E0)
-    assert not cluster.sheet.serving
+    assert not cluster.table.serving
     cluster.engine(E1)
-    assert cluster.sheet.serving["sql"].version == "v-sql"
+    assert cluster.table.serving["sql"].version == "v-sql"
     cluster.front_end(F0)
     assert cluster.outcome(7) is None
     cluster.front_end(F1)
@@ -96,9 +96,9 @@ def test_requests_may_name_it_when_all_engines_have_it_and_it_is_loaded_when_all
 def test_a_second_try_is_not_judged_by_what_engines_said_of_the_first() -> None:
     cluster = Cluster("law")
     cluster.everybody()
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     cluster.engine(E0, error="there is no adapter_config.json")
-    cluster.wish(8, "sql", "sql")  # engines have not been heard of since
+    cluster.request(8, "sql", "sql")  # engines have not been heard of since
     assert cluster.outcome(8) is None
     cluster.everybody()
     assert cluster.outcome(8) == (200, "")
@@ -106,7 +106,7 @@ def test_a_second_try_is_not_judged_by_what_engines_said_of_the_first() -> None:
 
 def test_what_one_engine_cannot_read_is_loaded_nowhere() -> None:
     cluster = Cluster()
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     cluster.engine(E0)
     cluster.engine(E1, error="there is no adapter_config.json")
     status, reason = cluster.outcome(7) or (0, "")
@@ -117,7 +117,7 @@ def test_what_one_engine_cannot_read_is_loaded_nowhere() -> None:
 
 def test_engines_that_read_different_files_are_told_apart() -> None:
     cluster = Cluster()
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     cluster.engine(E0, version="a")
     cluster.engine(E1, version="b")
     assert "different files" in (cluster.outcome(7) or (0, ""))[1]
@@ -126,24 +126,24 @@ def test_engines_that_read_different_files_are_told_apart() -> None:
 def test_an_engine_that_starts_is_not_waited_for_and_one_that_dies_neither() -> None:
     cluster = Cluster()
     cluster.engines = {E0}
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     cluster.engine(E0)
-    assert cluster.sheet.serving
+    assert cluster.table.serving
     cluster.engines = {E0, E1}
-    cluster.wish(8, "law", "law")
+    cluster.request(8, "law", "law")
     cluster.engine(E0)
-    assert "law" not in cluster.sheet.serving
+    assert "law" not in cluster.table.serving
     cluster.engines = {E0}
     cluster.registry.engine_left(E1)
     cluster.advance()
-    assert "law" in cluster.sheet.serving
+    assert "law" in cluster.table.serving
 
 
 def test_unloading_waits_for_front_ends_and_for_their_last_requests() -> None:
     cluster = Cluster("sql")
     cluster.everybody()
     cluster.in_use[F1] = {"v-sql"}
-    cluster.wish(9, "sql", None)
+    cluster.request(9, "sql", None)
     assert cluster.states == [("sql", "leaving")]
     cluster.front_end(F0)
     assert cluster.outcome(9) is None
@@ -158,14 +158,14 @@ def test_unloading_waits_for_front_ends_and_for_their_last_requests() -> None:
 def test_another_adapter_of_a_name_is_another_entry() -> None:
     cluster = Cluster("sql")
     cluster.everybody()
-    cluster.wish(7, "sql", "other")
+    cluster.request(7, "sql", "other")
     assert (cluster.outcome(7) or (0,))[0] == 400
     cluster.in_use[F0] = {"v-sql"}
-    cluster.wish(8, "sql", "other", in_place=True)
+    cluster.request(8, "sql", "other", in_place=True)
     for engine in (E0, E1):
         cluster.engine(engine)
     assert cluster.states == [("sql", "leaving"), ("sql", "serving")]
-    assert cluster.sheet.serving["sql"].version == "v-other"
+    assert cluster.table.serving["sql"].version == "v-other"
     cluster.in_use[F0] = set()
     cluster.everybody()
     assert cluster.states == [("sql", "serving")]
@@ -177,45 +177,45 @@ def test_a_front_end_that_dies_is_not_waited_for() -> None:
     cluster.everybody()
     cluster.in_use[F1] = {"v-sql"}
     cluster.front_end(F1)
-    cluster.wish(9, "sql", None)
+    cluster.request(9, "sql", None)
     cluster.front_ends = {F0}
     cluster.front_end(F0)
     assert cluster.states == []
     assert cluster.outcome(9) == (200, "")
 
 
-def test_wishes_are_told_again_and_fulfilled_once() -> None:
+def test_repeated_requests_are_fulfilled_once() -> None:
     cluster = Cluster()
     for _ in range(3):
-        cluster.wish(7, "sql", "sql")
+        cluster.request(7, "sql", "sql")
     assert cluster.states == [("sql", "loading")]
     cluster.everybody()
     for _ in range(3):
-        cluster.wish(7, "sql", "sql")
+        cluster.request(7, "sql", "sql")
         cluster.everybody()
     assert cluster.states == [("sql", "serving")]
-    cluster.wish(8, "none", None)
+    cluster.request(8, "none", None)
     assert (cluster.outcome(8) or (0,))[0] == 404
 
 
 def test_without_engines_and_beyond_the_limit_nothing_is_loaded() -> None:
     cluster = Cluster(*(f"a{i}" for i in range(MAX_ENTRIES)))
-    cluster.wish(7, "sql", "sql")
+    cluster.request(7, "sql", "sql")
     assert (cluster.outcome(7) or (0,))[0] == 400
     empty = Cluster()
     empty.engines = set()
-    empty.wish(7, "sql", "sql")
+    empty.request(7, "sql", "sql")
     assert (empty.outcome(7) or (0,))[0] == 503
 
 
 def test_a_coordinator_that_starts_again_goes_on_from_the_newest_sheet() -> None:
     before = Cluster("art")
     before.everybody()
-    before.wish(7, "sql", "sql")
+    before.request(7, "sql", "sql")
     before.everybody()
-    before.wish(8, "law", "law")
+    before.request(8, "law", "law")
     before.engine(E0)
-    old = before.sheet
+    old = before.table
 
     after = Cluster.__new__(Cluster)
     after.registry = AdapterRegistry()
@@ -223,12 +223,12 @@ def test_a_coordinator_that_starts_again_goes_on_from_the_newest_sheet() -> None
     after.in_use = {F0: set(), F1: set()}
     assert not after.advance()
     assert after.registry.view is None
-    after.registry.brought(AdapterSheet(0, [AdapterEntry(1, "art", "art", confined=False)]))
-    after.registry.brought(old)
-    after.registry.brought(AdapterSheet(1))
-    assert after.sheet == old
-    after.wish(8, "law", "law")  # its front end asks on
-    after.wish(7, "sql", "sql")
+    after.registry.adopt_newer(AdapterTable(0, [AdapterEntry(1, "art", "art", confined=False)]))
+    after.registry.adopt_newer(old)
+    after.registry.adopt_newer(AdapterTable(1))
+    assert after.table == old
+    after.request(8, "law", "law")  # its front end asks on
+    after.request(7, "sql", "sql")
     after.everybody()
     assert dict(after.states) == {"art": "serving", "sql": "serving", "law": "serving"}
     assert after.outcome(8) == (200, "")
@@ -240,20 +240,20 @@ def test_in_any_order_nothing_is_served_that_an_engine_lacks_or_dropped_that_is_
     seed: int,
 ) -> None:
     source, cluster = random.Random(seed), Cluster("a", "b")
-    known: dict[Any, AdapterSheet] = {}
+    known: dict[Any, AdapterTable] = {}
     for ticket in range(1, 200):
         match source.randrange(5):
             case 0:
                 name = source.choice("abc")
-                cluster.wish(ticket, name, source.choice("wxyz"), in_place=source.random() < 0.5)
+                cluster.request(ticket, name, source.choice("wxyz"), in_place=source.random() < 0.5)
             case 1:
-                cluster.wish(ticket, source.choice("abc"), None)
+                cluster.request(ticket, source.choice("abc"), None)
             case 2:
                 cluster.engine(source.choice([E0, E1]), error=source.choice(["", "", "bad"]))
             case 3:
                 front_end = source.choice([F0, F1])
-                known[front_end] = cluster.sheet
-                serving = sorted(each.version for each in cluster.sheet.serving.values())
+                known[front_end] = cluster.table
+                serving = sorted(each.version for each in cluster.table.serving.values())
                 cluster.in_use[front_end] |= set(serving[:1])
                 cluster.front_end(front_end)
             case 4:
@@ -263,9 +263,9 @@ def test_in_any_order_nothing_is_served_that_an_engine_lacks_or_dropped_that_is_
             {each.serial for each in cluster.registry._held.get(engine, {}).values()}
             for engine in (E0, E1)
         ]
-        for entry in cluster.sheet.serving.values():
+        for entry in cluster.table.serving.values():
             assert all(entry.serial in each for each in held)
-        kept = {entry.version for entry in cluster.sheet.entries}
+        kept = {entry.version for entry in cluster.table.entries}
         for front_end in known:
             assert set(cluster.registry._known[front_end].versions) <= kept
     cluster.in_use = {F0: set(), F1: set()}

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from coordinator.publication import WHOLE_IN_TURN, ViewChanges
+from coordinator.publication import FULL_ENTRIES_PER_CHANGE, ViewChanges
 from engine.shared.messages import (
     ClusterView,
     EngineCounters,
@@ -18,7 +18,7 @@ from engine.shared.messages import (
     ViewChange,
     encode,
 )
-from server.router.followed_view import ASK_INTERVAL, FollowedView
+from server.router.followed_view import REQUEST_INTERVAL, FollowedView
 
 SETUP = EngineSetup(100, 16, 512, "abc")
 
@@ -53,22 +53,24 @@ def change(changes: ViewChanges, new: ClusterView) -> ViewChange:
 
 
 def test_only_the_load_is_told_of_most_engines_and_the_rest_in_turns() -> None:
-    number = 3 * WHOLE_IN_TURN
+    number = 3 * FULL_ENTRIES_PER_CHANGE
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
-    changes.told(whole)
+    changes.record_full(whole)
     followed.take(whole)
     new = view(2, *(entry(rank, 2) for rank in range(number)))
     found = change(changes, new)
-    assert len(found.view.engines) == WHOLE_IN_TURN
-    assert len(found.loads) == number - WHOLE_IN_TURN
+    assert len(found.view.engines) == FULL_ENTRIES_PER_CHANGE
+    assert len(found.loads) == number - FULL_ENTRIES_PER_CHANGE
     assert len(encode(found)) < len(encode(new)) / 2
     shown = followed.take(found)
     assert shown is not None
     for rank, known in enumerate(shown.engines):
         assert known.stats is not None
         assert known.stats.queued_prefill_tokens == 2
-        assert known.stats.counters.generation_tokens == (2 if rank < WHOLE_IN_TURN else 1)
+        assert known.stats.counters.generation_tokens == (
+            2 if rank < FULL_ENTRIES_PER_CHANGE else 1
+        )
     # Nothing else happens: what is left is told all the same, and then nothing is due any more.
     for version in (3, 4):
         assert changes.is_due
@@ -78,10 +80,10 @@ def test_only_the_load_is_told_of_most_engines_and_the_rest_in_turns() -> None:
 
 
 def test_what_a_front_end_has_sent_is_told_at_once() -> None:
-    number = WHOLE_IN_TURN + 2
+    number = FULL_ENTRIES_PER_CHANGE + 2
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
-    changes.told(whole)
+    changes.record_full(whole)
     followed.take(whole)
     got = [Received(0, 70, 1, 40, 2)]
     last = number - 1
@@ -97,15 +99,15 @@ def test_what_a_front_end_has_sent_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     "news",
     [
-        {"halted": True}, {"alone": 7}, {"hands_over": True}, {"weight_version": "400"},
+        {"halted": True}, {"exclusive_request": 7}, {"hands_over": True}, {"weight_version": "400"},
         {"sleep_level": 1}, {"topology": 2}, {"received": []},
         {"received": [Received(0, 71, 0, 0, 1)]},
     ],
 )  # fmt: skip
 def test_what_decides_who_may_be_sent_what_waits_for_no_turn(news: dict[str, object]) -> None:
-    number = WHOLE_IN_TURN + 5
-    changes, last = ViewChanges(), WHOLE_IN_TURN + 4
-    changes.told(view(1, *(entry(rank, 1) for rank in range(number))))
+    number = FULL_ENTRIES_PER_CHANGE + 5
+    changes, last = ViewChanges(), FULL_ENTRIES_PER_CHANGE + 4
+    changes.record_full(view(1, *(entry(rank, 1) for rank in range(number))))
     new = [*(entry(rank, 2) for rank in range(last)), entry(last, 2, **news)]
     found = change(changes, view(2, *new))
     assert new[last] in found.view.engines
@@ -118,7 +120,7 @@ def test_views_that_are_put_together_are_those_of_the_coordinator() -> None:
     engines = {rank: entry(rank, 1) for rank in range(150)}
     names = {"api 0"}
     first = view(1, *engines.values())
-    changes.told(first)
+    changes.record_full(first)
     followed.take(first)
     for number in range(2, 60):
         for rank in random.sample(range(160), 100):
@@ -159,32 +161,32 @@ def test_whoever_missed_a_change_asks_for_a_whole_view_and_goes_on_from_there() 
     changes, followed = ViewChanges(), FollowedView(0.0)
     assert changes.since(view(1)) is None, "nobody knows anything"
     first = view(1, entry(0, 1))
-    changes.told(first)
+    changes.record_full(first)
     followed.take(first)
     change(changes, view(2, entry(0, 2)))  # is lost
     later = change(changes, view(3, entry(0, 3)))
     assert followed.take(later) is None
-    assert not followed.asks(ASK_INTERVAL / 2), "a whole one was asked for just now"
-    assert followed.asks(ASK_INTERVAL)
-    assert not followed.asks(1.5 * ASK_INTERVAL)
+    assert not followed.should_request(REQUEST_INTERVAL / 2), "a whole one was asked for just now"
+    assert followed.should_request(REQUEST_INTERVAL)
+    assert not followed.should_request(1.5 * REQUEST_INTERVAL)
     whole = view(4, entry(0, 4))
-    changes.told(whole)
+    changes.record_full(whole)
     assert followed.take(whole) is whole
-    assert not followed.asks(9 * ASK_INTERVAL)
+    assert not followed.should_request(9 * REQUEST_INTERVAL)
     assert followed.take(change(changes, view(5, entry(0, 5)))) is not None
 
 
 def test_changes_of_another_coordinator_and_repeated_ones_change_nothing() -> None:
     changes, followed = ViewChanges(), FollowedView(0.0)
     first = view(1, entry(0, 1))
-    changes.told(first)
+    changes.record_full(first)
     followed.take(first)
     found = change(changes, view(2, entry(0, 2)))
     assert followed.take(found) is not None
     assert followed.take(found) is None
-    assert not followed.asks(ASK_INTERVAL)
+    assert not followed.should_request(REQUEST_INTERVAL)
     assert followed.take(replace(found, after=2, view=replace(found.view, epoch=2))) is None
-    assert followed.asks(ASK_INTERVAL)
+    assert followed.should_request(REQUEST_INTERVAL)
 
 
 def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
@@ -192,4 +194,4 @@ def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
     followed.take(view(1))
     load = LoadChange(0, 2, 0, 2, 0, 1, 0.0, 0, [])
     assert followed.take(ViewChange(1, view(2), [load], [], [])) is None
-    assert followed.asks(ASK_INTERVAL)
+    assert followed.should_request(REQUEST_INTERVAL)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
-from coordinator.placement import MEMORY, Expected
+from coordinator.placement import MAX_MISSING_AGE, Expected
 from engine.shared.messages import MissingEngine
 from engine.shared.settings import SettingsError, load
 
@@ -61,10 +61,10 @@ def test_without_a_number_crashes_are_remembered_for_a_while() -> None:
     expected = Expected()
     expected.left(3, "died")
     assert expected.missing({0}, 0.0) == [MissingEngine(3, "died", 0.0)]
-    assert expected.missing({0}, MEMORY) == [MissingEngine(3, "died", MEMORY)]
-    assert expected.missing({0}, MEMORY + 1) == []
+    assert expected.missing({0}, MAX_MISSING_AGE) == [MissingEngine(3, "died", MAX_MISSING_AGE)]
+    assert expected.missing({0}, MAX_MISSING_AGE + 1) == []
     expected.left(2, "silent")
-    assert expected.missing({0, 2}, MEMORY + 2) == []
+    assert expected.missing({0, 2}, MAX_MISSING_AGE + 2) == []
 
 
 @pytest.mark.parametrize(

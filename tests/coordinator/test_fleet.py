@@ -2,7 +2,7 @@
 
 from coordinator.adapters import FleetOrders
 from engine.core.halting import calls_of
-from engine.shared.messages import FleetOrder, FleetWish
+from engine.shared.messages import FleetOrder, FleetRequest
 
 
 def names(before: FleetOrder, after: FleetOrder) -> list[tuple[str, dict[str, object]]]:
@@ -11,30 +11,30 @@ def names(before: FleetOrder, after: FleetOrder) -> list[tuple[str, dict[str, ob
 
 def test_a_wish_that_is_told_again_counts_once() -> None:
     orders = FleetOrders()
-    wish = FleetWish(7, "pause", "wait")
-    assert orders.wished(wish)
-    assert not orders.wished(wish)
+    request = FleetRequest(7, "pause", "wait")
+    assert orders.handle_request(request)
+    assert not orders.handle_request(request)
     assert (orders.order.revision, orders.order.pause) == (1, "wait")
 
 
 def test_a_coordinator_that_starts_again_goes_on_from_what_members_bring() -> None:
     first = FleetOrders()
     for ticket in (1, 2):
-        first.wished(FleetWish(ticket, "sleep", level=2))
+        first.handle_request(FleetRequest(ticket, "sleep", level=2))
     second = FleetOrders()
-    second.wished(FleetWish(3, "resume"))
-    assert second.brought(first.order)
+    second.handle_request(FleetRequest(3, "resume"))
+    assert second.adopt_newer(first.order)
     assert second.order.sleep_level == 2
-    assert second.wished(FleetWish(3, "resume")), "it was lost with the order before"
-    assert not second.brought(first.order)
+    assert second.handle_request(FleetRequest(3, "resume")), "it was lost with the order before"
+    assert not second.adopt_newer(first.order)
 
 
 def test_engines_that_start_do_what_was_ordered_before() -> None:
     orders, new = FleetOrders(), FleetOrder(0)
     assert names(new, orders.order) == []
-    orders.wished(FleetWish(1, "pause", "abort"))
-    orders.wished(FleetWish(2, "sleep", level=1))
-    orders.wished(FleetWish(3, "wake_up", tags=["weights"]))
+    orders.handle_request(FleetRequest(1, "pause", "abort"))
+    orders.handle_request(FleetRequest(2, "sleep", level=1))
+    orders.handle_request(FleetRequest(3, "wake_up", tags=["weights"]))
     assert names(new, orders.order) == [
         ("sleep", {"level": 1, "mode": "keep"}),
         ("wake_up", {"tags": "weights"}),
@@ -44,27 +44,27 @@ def test_engines_that_start_do_what_was_ordered_before() -> None:
 
 def test_an_order_for_pauses_does_not_wake_an_engine_that_sleeps_alone() -> None:
     orders = FleetOrders()
-    orders.wished(FleetWish(1, "pause", "keep"))
+    orders.handle_request(FleetRequest(1, "pause", "keep"))
     paused = orders.order
-    orders.wished(FleetWish(2, "resume"))
+    orders.handle_request(FleetRequest(2, "resume"))
     assert names(paused, orders.order) == [("resume", {})]
 
 
 def test_the_last_tag_ends_a_sleep() -> None:
     orders = FleetOrders()
-    orders.wished(FleetWish(1, "sleep", level=2))
+    orders.handle_request(FleetRequest(1, "sleep", level=2))
     asleep = orders.order
-    orders.wished(FleetWish(2, "wake_up", tags=["weights"]))
+    orders.handle_request(FleetRequest(2, "wake_up", tags=["weights"]))
     half = orders.order
     assert half.sleep_level == 2
     assert names(asleep, half) == [("wake_up", {"tags": "weights"})]
-    orders.wished(FleetWish(3, "wake_up", tags=["kv_cache"]))
+    orders.handle_request(FleetRequest(3, "wake_up", tags=["kv_cache"]))
     assert orders.order.sleep_level is None
     assert names(half, orders.order) == [("wake_up", {})]
 
 
 def test_a_sleep_that_gives_nothing_back_ends_whatever_is_woken() -> None:
     orders = FleetOrders()
-    orders.wished(FleetWish(1, "sleep", level=0))
-    orders.wished(FleetWish(2, "wake_up", tags=["scheduling"]))
+    orders.handle_request(FleetRequest(1, "sleep", level=0))
+    orders.handle_request(FleetRequest(2, "wake_up", tags=["scheduling"]))
     assert orders.order.sleep_level is None

@@ -8,8 +8,8 @@ import pytest
 from coordinator.formation import (
     FIRST_PAUSE,
     NEVER,
-    NEWS_DELAY,
     REPEAT_INTERVAL,
+    REPLAN_DELAY,
     GroupFormation,
 )
 from coordinator.members import Member
@@ -186,7 +186,7 @@ def test_survivors_that_leave_first_are_not_put_together_with_the_dead() -> None
     group.now += 1
     assert group.orders() == [], "why they left is not known yet"
     del group.engines[1]
-    (order,) = group.orders(after=NEWS_DELAY / 2)
+    (order,) = group.orders(after=REPLAN_DELAY / 2)
     assert [member.rank for member in order.members] == [0, 2]
 
 

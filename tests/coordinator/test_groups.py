@@ -266,7 +266,7 @@ def test_the_numbers_of_expected_engines_change_while_the_coordinator_runs() -> 
     cluster.send(Tick(), after=1.0)
     assert {name: cluster.views[name].expected for name in expected} == {"a": 2, "b": 1}
     expected["a"] = 5
-    cluster.groups.expect_again()
+    cluster.groups.reload_expected()
     cluster.send(Tick(), after=5.0)
     assert {name: cluster.views[name].expected for name in expected} == {"a": 5, "b": 1}
     assert len(cluster.views["a"].missing) == 4

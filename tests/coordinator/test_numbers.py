@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.members import MAX_WAIT, Numbers
+from coordinator.members import MAX_WAIT, NumberAssignment
 from engine.shared.messages import Hello, Refused
 
 GRACE = 5.0
@@ -13,14 +13,14 @@ def hello(index: int, incarnation: int) -> Hello:
 
 
 @pytest.fixture
-def numbers() -> Numbers:
-    made = Numbers(GRACE)
-    made.begin(100.0)
+def numbers() -> NumberAssignment:
+    made = NumberAssignment(GRACE)
+    made.start(100.0)
     return made
 
 
 def test_nobody_is_given_a_number_while_those_of_before_may_still_tell_theirs(
-    numbers: Numbers,
+    numbers: NumberAssignment,
 ) -> None:
     refused = numbers.number_for(hello(-1, 9), {}, 100.0 + GRACE - 0.1)
     assert isinstance(refused, Refused)
@@ -30,18 +30,18 @@ def test_nobody_is_given_a_number_while_those_of_before_may_still_tell_theirs(
     assert numbers.number_for(hello(-1, 9), {0: 5}, 100.0 + GRACE) == 1
 
 
-def test_who_comes_with_a_number_or_has_one_is_not_kept_waiting(numbers: Numbers) -> None:
+def test_who_comes_with_a_number_or_has_one_is_not_kept_waiting(numbers: NumberAssignment) -> None:
     assert numbers.number_for(hello(3, 9), {}, 100.0) == 3
     assert numbers.number_for(hello(-1, 9), {3: 9}, 100.0) == 3
 
 
 def test_nobody_waits_longer_than_it_looks_for_a_coordinator() -> None:
-    numbers = Numbers(3600.0)
-    numbers.begin(0.0)
+    numbers = NumberAssignment(3600.0)
+    numbers.start(0.0)
     assert numbers.number_for(hello(-1, 9), {}, MAX_WAIT) == 0
 
 
 def test_the_first_coordinator_of_a_cluster_gives_out_numbers_at_once() -> None:
-    numbers = Numbers(0.0)
-    numbers.begin(100.0)
+    numbers = NumberAssignment(0.0)
+    numbers.start(100.0)
     assert numbers.number_for(hello(-1, 9), {}, 100.0) == 0

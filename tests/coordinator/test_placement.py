@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.events import Action, Reply
 from coordinator.placement import Placement, Share, spread
-from engine.shared.messages import NodeEngines, NodeOrder, NodeReport, Refused, ScaleWish
+from engine.shared.messages import NodeEngines, NodeOrder, NodeReport, Refused, ScalingRequest
 from engine.shared.version import PROTOCOL_VERSION
 
 TIMEOUT = 5.0
@@ -40,7 +40,7 @@ class Node:
         self.incarnation = len(name) + sum(map(ord, name))
         self.name, self.engines, self.capacity = name, engines, capacity
         self.assigned = 0
-        self.wish: ScaleWish | None = None
+        self.request: ScalingRequest | None = None
         self.busy = self.leaving = False
         self.replaced: list[str] = []
         self.order: NodeOrder | None = None
@@ -50,7 +50,7 @@ class Node:
         phases = {str(number): "ready" for number in range(self.engines)}
         engines = NodeEngines(self.name, self.engines, self.capacity, phases, self.busy)
         return NodeReport(
-            self.incarnation, engines, self.assigned, self.wish, self.leaving, protocol
+            self.incarnation, engines, self.assigned, self.request, self.leaving, protocol
         )
 
     def take(self, order: object) -> None:
@@ -59,8 +59,8 @@ class Node:
             return
         assert isinstance(order, NodeOrder)
         self.order = order
-        if self.wish is not None and order.heard == self.wish.number:
-            self.wish = None
+        if self.request is not None and order.acknowledged == self.request.number:
+            self.request = None
         assignment = order.assignment
         if assignment is not None and assignment.number > self.assigned:
             self.assigned, self.engines = assignment.number, assignment.target
@@ -106,20 +106,20 @@ def test_a_wish_is_spread_over_all_nodes_and_taken_back_again() -> None:
     cluster = Cluster(head, other)
     cluster.settle()
     for number, (size, engines) in enumerate([(4, [2, 2]), (2, [1, 1]), (1, [1, 0])], start=1):
-        head.wish = ScaleWish(number, size)
+        head.request = ScalingRequest(number, size)
         cluster.turn()
         cluster.turn()
         assert cluster.engines == engines
-        assert head.wish is None
+        assert head.request is None
         assert head.order is not None
         assert not head.order.busy
 
 
-def test_nodes_without_engines_of_their_own_pass_wishes_on_and_get_none() -> None:
+def test_nodes_without_engines_of_their_own_pass_requests_on_and_get_none() -> None:
     front, gpu = Node("front", 0, capacity=0), Node("gpu", 2)
     cluster = Cluster(front, gpu)
     cluster.settle()
-    front.wish = ScaleWish(1, 3)
+    front.request = ScalingRequest(1, 3)
     cluster.turn()
     cluster.turn()
     assert cluster.engines == [0, 3]
@@ -129,12 +129,12 @@ def test_more_engines_than_the_nodes_have_room_for_are_refused_with_the_numbers(
     head, other = Node("head", 1, capacity=2), Node("other", 1, capacity=1)
     cluster = Cluster(head, other)
     cluster.settle()
-    head.wish = ScaleWish(1, 4)
+    head.request = ScalingRequest(1, 4)
     cluster.turn()
     assert head.order is not None
     assert head.order.error == "the nodes have room for 3 engines, not 4"
     assert cluster.engines == [1, 1]
-    assert head.wish is None
+    assert head.request is None
 
 
 def test_a_restarted_coordinator_decides_nothing_before_the_nodes_had_time_to_report() -> None:
@@ -142,30 +142,30 @@ def test_a_restarted_coordinator_decides_nothing_before_the_nodes_had_time_to_re
     cluster = Cluster(head, other)
     cluster.settle()
     cluster.restart_coordinator()
-    head.wish = ScaleWish(1, 4)
+    head.request = ScalingRequest(1, 4)
     cluster.turn(head)
     assert cluster.engines == [2, 2], "the head alone would have got all four"
     cluster.settle()
     cluster.turn()
     assert cluster.engines == [2, 2]
-    assert head.wish is None
+    assert head.request is None
 
 
 def test_a_wish_of_which_a_dead_coordinator_had_told_only_some_nodes_is_carried_out() -> None:
     head, other = Node("head", 1), Node("other", 1)
     cluster = Cluster(head, other)
     cluster.settle()
-    head.wish = ScaleWish(1, 6)
+    head.request = ScalingRequest(1, 6)
     actions = cluster.placement.report(b"head", head.report(), cluster.now)
     cluster.deliver([each for each in actions if isinstance(each, Reply) and each.to == b"head"])
     assert cluster.engines == [3, 1]
-    assert head.wish is not None, "not all nodes have taken it"
+    assert head.request is not None, "not all nodes have taken it"
     cluster.restart_coordinator()
     cluster.settle()
     cluster.turn()
     cluster.turn()
     assert cluster.engines == [3, 3]
-    assert head.wish is None
+    assert head.request is None
     assert head.assigned < other.assigned
 
 
@@ -187,7 +187,7 @@ def test_engines_are_replaced_node_by_node() -> None:
     nodes = Node("head", 2), Node("front", 0, capacity=0), Node("other", 2)
     cluster = Cluster(*nodes)
     cluster.settle()
-    nodes[1].wish = ScaleWish(1, None)
+    nodes[1].request = ScalingRequest(1, None)
     began: list[str] = []
     for _ in range(8):
         cluster.turn()
@@ -198,7 +198,7 @@ def test_engines_are_replaced_node_by_node() -> None:
             cluster.turn()
             node.busy = False
     assert began == ["head", "other"]
-    assert nodes[1].wish is None
+    assert nodes[1].request is None
     assert nodes[1].order is not None
     assert not nodes[1].order.busy
 
@@ -216,10 +216,10 @@ def test_assignments_are_numbered_upwards_through_restarts() -> None:
     head, other = Node("head", 1), Node("other", 1)
     cluster = Cluster(head, other)
     numbers = []
-    for wish, size in enumerate((4, 2, 6), start=1):
+    for request, size in enumerate((4, 2, 6), start=1):
         cluster.restart_coordinator()
         cluster.settle()
-        head.wish = ScaleWish(wish, size)
+        head.request = ScalingRequest(request, size)
         cluster.turn()
         cluster.turn()
         assert sum(cluster.engines) == size

@@ -56,7 +56,7 @@ class Peer:
         socket.send(b"\x01")
         return socket
 
-    def ask(self, message: Message) -> object:
+    def request(self, message: Message) -> object:
         self.registration.send(encode(message))
         return receive(self.registration, CoordinatorReply)
 
@@ -93,9 +93,11 @@ def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
     empty = receive(front, ClusterView)
     assert isinstance(empty, ClusterView)
     assert empty.engines == []
-    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
-    assert peer.ask(Ready("engine", welcome.index, 10)) == HeartbeatAck(welcome.epoch, known=True)
+    assert peer.request(Ready("engine", welcome.index, 10)) == HeartbeatAck(
+        welcome.epoch, known=True
+    )
     while True:
         view = receive(front, ClusterView)
         assert isinstance(view, ClusterView)
@@ -104,7 +106,7 @@ def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
 
 
 def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
-    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     front = peer.subscribe(socket_addresses(peer.address)[0])
     back = peer.subscribe(welcome.publish_address)
@@ -133,7 +135,7 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
 
 def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: Peer) -> None:
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
-    peer.ask(
+    peer.request(
         Hello(
             "front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION,
             takes_changes=True,
@@ -141,7 +143,7 @@ def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: 
     )  # fmt: skip
     front = peer.subscribe(socket_addresses(peer.address)[0])
     assert isinstance(receive(front, ClusterView | ViewChange), ClusterView)
-    peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     change = receive(front, ClusterView | ViewChange)
     assert isinstance(change, ViewChange)
     assert [each.rank for each in change.view.engines] == [0]
@@ -154,12 +156,12 @@ def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: 
 
 
 def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:
-    welcome = peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
+    welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     back = peer.subscribe(welcome.publish_address)
     nobody = receive(back, GroupOrder)
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
-    peer.ask(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
+    peer.request(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
     order = order_among_repeats(back, nobody)
     assert isinstance(order, FrontEnds)
     assert [entry.addresses for entry in order.front_ends] == [addresses]
@@ -172,7 +174,9 @@ def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
     for junk in (b"", b"\xff" * 100, b"\x93\xa3Foo", encode(StartDpWave(1, 2))):
         for socket in (front, back, output, peer.registration):
             socket.send(junk)
-    assert isinstance(peer.ask(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)), Welcome)
+    assert isinstance(
+        peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)), Welcome
+    )
 
 
 def test_a_taken_port_is_named() -> None:
@@ -242,7 +246,7 @@ def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
     try:
         first = Peer(tmp_path, context, b"first")
         hello = Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION)
-        assert isinstance(first.ask(hello), Welcome)
+        assert isinstance(first.request(hello), Welcome)
         peers = [Peer(tmp_path, context, f"peer {number}".encode()) for number in range(90)]
         until(lambda: "of 128 file descriptors are open" in log.read_text(), "it warns")
         late: list[object] = []
@@ -251,7 +255,7 @@ def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
             """Whether it has counted all connections, which it does now and then."""
             number = 100 + len(late)
             hello = Hello("engine", number, number, "h", 1, protocol=PROTOCOL_VERSION)
-            late.append(peers[-1].ask(hello))
+            late.append(peers[-1].request(hello))
             return isinstance(late[-1], Refused)
 
         until(is_refused, "who comes late is refused")

@@ -18,7 +18,7 @@ from engine.shared.messages import (
     Draining,
     EngineSetup,
     EngineStats,
-    FleetWish,
+    FleetRequest,
     FormGroup,
     FrontEndAddresses,
     FrontEnds,
@@ -149,7 +149,7 @@ def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> No
 
 def test_an_engine_may_wait_for_the_weights_that_a_trainer_has_sent(cluster: Cluster) -> None:
     cluster.engine(0, 10)
-    cluster.send(FleetWish(1, "weights", weights=WeightsSource(PUSHED, None, "400")))
+    cluster.send(FleetRequest(1, "weights", weights=WeightsSource(PUSHED, None, "400")))
     cluster.hello(1, 11)
     other = EngineSetup(
         num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="xyz"

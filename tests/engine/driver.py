@@ -14,7 +14,7 @@ from engine.kernels.registry import fused_kernels
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.cache_groups import divide, one_group
 from engine.models.hf_config import read_spec
-from engine.models.loading.decoder import AdapterRoom, DecoderLoader
+from engine.models.loading.decoder import AdapterCapacity, DecoderLoader
 from engine.models.settings import compute_types, model_length, open_checkpoint
 from engine.models.vision.loading import load_vision
 from engine.runner.model_runner import ModelRunner
@@ -148,7 +148,7 @@ def load_driver(
     directory: Path,
     *,
     batch_invariant: bool = False,
-    adapters: AdapterRoom | None = None,
+    adapters: AdapterCapacity | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     fused: bool = False,
     device: torch.device = _CPU,
@@ -167,7 +167,7 @@ def load_driver(
     loader = DecoderLoader(
         spec,
         weights,
-        types=types._replace(kept=kv_cache_dtype),
+        types=types._replace(kv_cache_dtype=kv_cache_dtype),
         device=device,
         max_model_len=model_length(spec, config),
         quantization=config.quantization,

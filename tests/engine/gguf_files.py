@@ -120,7 +120,7 @@ def write_gguf(
 
 def _described(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Return the keys of metadata, without the architecture before them."""
-    found = {theirs: config[ours] for ours, theirs in _KEYS.items() if config.get(ours) is not None}
+    found = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     if "intermediate_size_mlp" in config:
@@ -162,9 +162,7 @@ def _rope(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = original
         found["rope.scaling.attn_factor"] = (1 + log(stretched) / log(original)) ** 0.5
         return found
-    found |= {
-        f"rope.scaling.{theirs}": rope[ours] for ours, theirs in _ROPE_KEYS.items() if ours in rope
-    }
+    found |= {f"rope.scaling.{key}": rope[name] for name, key in _ROPE_KEYS.items() if name in rope}
     if "mscale_all_dim" in rope:
         shrunk = 0.1 if architecture == "deepseek2" else 1.0
         found["rope.scaling.yarn_log_multiplier"] = shrunk * rope["mscale_all_dim"]

@@ -147,7 +147,7 @@ def answer_lines(
     """
     for line in sys.stdin:
         name, *arguments = json.loads(line)
-        began = time.monotonic()
+        started_at = time.monotonic()
         answer: dict[str, Any]
         try:
             answer = {"ok": getattr(member, name)(*arguments)}
@@ -155,5 +155,5 @@ def answer_lines(
             word = next(word for kind, word in refusals.items() if isinstance(error, kind))
             answer = {word: str(error)}
         if timed:
-            answer["seconds"] = time.monotonic() - began
+            answer["seconds"] = time.monotonic() - started_at
         print(json.dumps(answer), flush=True)

@@ -25,7 +25,7 @@ def _words(codes: NDArray[Any], bits: int) -> Tensor:
     """Pack the last axis, the first code lowest."""
     per_word = 32 // bits
     grouped = codes.reshape(*codes.shape[:-1], -1, per_word).astype(np.uint64)
-    words = sum(grouped[..., place] << np.uint64(bits * place) for place in range(per_word))
+    words = sum(grouped[..., index] << np.uint64(bits * index) for index in range(per_word))
     return torch.from_numpy(np.asarray(words).astype(np.uint32).view(np.int32))
 
 

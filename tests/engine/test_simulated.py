@@ -134,11 +134,11 @@ def test_steps_are_submitted_without_waiting_for_their_cost() -> None:
 
 def test_in_real_time_steps_follow_each_other_and_take_their_cost() -> None:
     run = executor("real", step_us=100_000, token_us=0)
-    began = time.monotonic()
+    started_at = time.monotonic()
     first = run.submit(start(1, 0, [1, 2, 3], [5]))
     second = run.submit(decode(2, 0, 3))
     first.result()
     second.result()
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - started_at >= 0.2
     run.shutdown()
     run.shutdown()

@@ -41,7 +41,7 @@ class BlockSocket:
     def put(self, frames: list[bytes]) -> None:
         if not self.closed:
             self._arrived.append(frames)
-            self.blocks.turn({self})
+            self.blocks.run_once({self})
 
     def recv_multipart(self, flags: int) -> list[bytes]:
         if not self._arrived:
@@ -94,7 +94,7 @@ class Blocks:
             clock=lambda: engine.clock.now,
         )
         weakref.finalize(self, os.close, self.port._wakeup)
-        engine.after(0.0, self.turn, ())
+        engine.after(0.0, self.run_once, ())
 
     # -- for the tiers ---------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Blocks:
         self.port.pull(source, model, wanted, take, over)
         if not self._ordered:
             self._ordered = True
-            self._engine.after(0.0, self.turn, {self.port._wakeup})
+            self._engine.after(0.0, self.run_once, {self.port._wakeup})
 
     def clear(self) -> None:
         self.port.clear()
@@ -122,7 +122,7 @@ class Blocks:
 
     # -- for the port ----------------------------------------------------------------------------
 
-    def mend(self) -> None:
+    def maintain(self) -> None:
         """Do nothing: failed encryption handshakes are not simulated."""
 
     def bind(self, kind: int, address: str, *, largest: int, max_queued: int) -> BlockSocket:
@@ -148,10 +148,10 @@ class Blocks:
 
     # -- on the network --------------------------------------------------------------------------
 
-    def turn(self, readable: Any) -> None:
+    def run_once(self, readable: Any) -> None:
         """Run what the port's thread would do now."""
         self._ordered = self._ordered and self.port._wakeup not in readable
-        self.port.turn(readable)
+        self.port.run_once(readable)
         due = self._engine.clock.now + self.port.wait_ms / 1000
         if due != self._turn_at:
             self._turn_at = due
@@ -159,7 +159,7 @@ class Blocks:
 
     def _tick(self, due: float) -> None:
         if due == self._turn_at:
-            self.turn(())
+            self.run_once(())
 
     def asked(self, frames: list[bytes]) -> None:
         """Handle a request for blocks."""

@@ -22,7 +22,7 @@ class Client:
     """Sends one request until it is answered; a front end that dies costs a new connection."""
 
     def __init__(self, world: World, ask: Ask) -> None:
-        self.ask = ask
+        self.next_names = ask
         self.done = False
         self.attempts = 0
         """Number of front ends that accepted it."""
@@ -44,7 +44,7 @@ class Client:
             self._world.clock.at(self._world.clock.now + RETRY_AFTER, self._send)
             return
         front = fronts[self._world.rng.randrange(len(fronts))]
-        ask, now = self.ask, self._world.clock.now
+        ask, now = self.next_names, self._world.clock.now
         try:
             stream = front.shell.submit(
                 AddRequest(
@@ -76,12 +76,12 @@ class Client:
             return
         if not self._front.alive:
             self._front = self._stream = None
-            self._world.forget_assignments(self.ask.name)
+            self._world.forget_assignments(self.next_names.name)
             self._send()
             return
         try:
             while taken := self._stream.unread.take():
-                assert not self.has_ended, f"{self.ask.name}: told more after its end"
+                assert not self.has_ended, f"{self.next_names.name}: told more after its end"
                 self._parts += [output for _, output in taken]
         except (NoEngineAvailable, KillsEngines, ReaderTooSlow) as error:
             self.error = str(error)
@@ -110,7 +110,7 @@ class Client:
         Raises:
             AssertionError: they differ.
         """
-        ask = self.ask
+        ask = self.next_names
         expected, reason = answer(ask.prompt, ask.sampling)
         told = merge(self._parts) if self._parts else RequestOutput(0, [])
         if self.left or self.error is not None or ask.is_poison:

@@ -17,7 +17,7 @@ from engine.kv_tiers.block_store import MODEL_SIZE
 from engine.kv_tiers.tiers import KvTiers
 from engine.lockstep.grouping import GroupConnection
 from engine.process.receiver import Receiver
-from engine.process.reception import Leave, Serve, WantNothingNew
+from engine.process.reception import Leave, Serve, StartDrain
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -157,8 +157,8 @@ class Engine(Process):
             self._sender,
             self._step_watch,
             drain_timeout=DRAIN_TIMEOUT,
-            on_turn=lambda: None,
-            on_drain=lambda: self._receiver.tell(WantNothingNew()),
+            on_iteration=lambda: None,
+            on_drain=lambda: self._receiver.submit(StartDrain()),
             clock=clock,
         )
         self._loop.engine = self
@@ -244,7 +244,7 @@ class Engine(Process):
             self._turn_after(0.0)
 
     def _loaded(self) -> None:
-        self._receiver.tell(Serve(self.core.setup))
+        self._receiver.submit(Serve(self.core.setup))
         self.is_busy = False
         self._turn()
 
@@ -262,11 +262,11 @@ class Engine(Process):
         self._turn_at = float("inf")
         items, self._inbox = self._inbox, []
         try:
-            self._loop.turn(items)
+            self._loop.run_once(items)
         except StepFailed as error:
             if isinstance(error.__cause__, AssertionError):  # its model has detected a wrong read
                 raise error.__cause__ from None
-            self._sender.last_words(EngineDead(self.rank, self.incarnation, str(error)))
+            self._sender.send_failure(EngineDead(self.rank, self.incarnation, str(error)))
             self.leave()
             return
         self._goes_on()
@@ -299,8 +299,8 @@ class Engine(Process):
 
     def _goes_on(self) -> None:
         """Handle what a turn has left: stats held back, or the end of the loop."""
-        if self._sender.holds:
-            self.after(LATE_INTERVAL, self._sender.send_held)
+        if self._sender.has_pending:
+            self.after(LATE_INTERVAL, self._sender.send_pending)
         stop: Stop | None = self._loop.stopped
         if stop is not None:
             assert stop.error is None, stop.error
@@ -310,7 +310,7 @@ class Engine(Process):
     def alone(self) -> str:
         """Name of the request that is planned alone; empty if there is none."""
         scheduler = self.core._scheduler
-        return scheduler._books.all[scheduler.alone].request_id if scheduler.alone else ""
+        return scheduler._requests.all[scheduler.alone].request_id if scheduler.alone else ""
 
     # -- what happens to it ----------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Engine(Process):
 
     def leave(self) -> None:
         """Exit in order."""
-        self._receiver.tell(Leave())
+        self._receiver.submit(Leave())
 
 
 def _config(world: World) -> EngineConfig:

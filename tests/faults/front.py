@@ -18,8 +18,8 @@ from engine.shared.messages import (
     StepOutputs,
     ViewChange,
 )
-from server.router.engine_client import FOLLOW_INTERVAL, TICK_INTERVAL
-from server.router.events import EngineHello, FollowBlocks, Tick
+from server.router.engine_client import BLOCK_QUERY_INTERVAL, TICK_INTERVAL
+from server.router.events import EngineHello, QueryBlocks, Tick
 from server.router.followed_view import FollowedView
 from server.router.shell import RouterShell
 from tests.faults.network import Process
@@ -114,8 +114,8 @@ class Front(Process):
         self.after(TICK_INTERVAL, self._client_tick)
 
     def _follow(self) -> None:
-        self.shell.handle(FollowBlocks())
-        self.after(FOLLOW_INTERVAL, self._follow)
+        self.shell.handle(QueryBlocks())
+        self.after(BLOCK_QUERY_INTERVAL, self._follow)
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Front(Process):
         """Receive a cluster view of the coordinator, or changes to it."""
         view = self._followed.take(message)
         if view is None:
-            if self._followed.asks(self.clock.now):
+            if self._followed.should_request(self.clock.now):
                 self._subscribe()
             return
         before = self.open_routes

@@ -19,13 +19,13 @@ from engine.kv_tiers.tiers import Fetch, KvTiers
 from engine.kv_transfer.messages import BlockFound, checksum
 from engine.kv_transfer.port import BlockPort, _Running
 from engine.process.reception import Action as ReceptionAction
-from engine.process.reception import FrontEndLinks, Greet, Reception
+from engine.process.reception import FrontEndLinks, Reception, SendHello
 from engine.shared.messages import (
     AddRequest,
     EngineEntry,
     EngineStats,
     FrontEndEntry,
-    KvBlocksWanted,
+    KvBlocksQuery,
     KvSource,
 )
 from server.router.block_index import BlockIndex
@@ -104,7 +104,7 @@ class NeverSuspects(Failover):
 class ConvictsWithoutTrial(Failover):
     """Fails all requests in flight on too many engines that died, innocent or not."""
 
-    def _look_at(self, request: RoutedRequest, now: float) -> list[Action] | None:
+    def _check_suspicion(self, request: RoutedRequest, now: float) -> list[Action] | None:
         if self.probation.is_suspect(request):
             return self._kills_engines(request)
         return None
@@ -113,7 +113,7 @@ class ConvictsWithoutTrial(Failover):
 class ForgetsWhoWaits(Failover):
     """Looks for an engine once, and not again when one joins."""
 
-    def place_waiting(self, now: float) -> list[Action]:
+    def assign_waiting(self, now: float) -> list[Action]:
         return []
 
 
@@ -138,7 +138,7 @@ class CountsTheLost(Loads):
 class GivesUpForGood(Members):
     """Treats an engine that was unreachable once as dead."""
 
-    def out_of_reach(self, rank: int, incarnation: int) -> list[EngineLost]:
+    def mark_unreachable(self, rank: int, incarnation: int) -> list[EngineLost]:
         return self.died(rank, incarnation)
 
 
@@ -164,7 +164,7 @@ class TriesInCompany(EngineCore):
 
     def handle(self, message: CoreEvent) -> None:
         if isinstance(message, AddRequest):
-            message = msgspec.structs.replace(message, alone=0)
+            message = msgspec.structs.replace(message, exclusive_steps=0)
         super().handle(message)
 
 
@@ -172,7 +172,7 @@ class GreetsOnce(FrontEndLinks):
     """Does not repeat its hello."""
 
     def tick(self, rank: int, now: float) -> list[ReceptionAction]:
-        return [each for each in super().tick(rank, now) if not isinstance(each, Greet)]
+        return [each for each in super().tick(rank, now) if not isinstance(each, SendHello)]
 
 
 class BelievesOldLists(Reception):
@@ -181,22 +181,22 @@ class BelievesOldLists(Reception):
     def _listed(
         self, epoch: int, entries: list[FrontEndEntry], now: float
     ) -> list[ReceptionAction]:
-        return super()._listed(epoch, entries, now) if self._followed is None else []
+        return super()._listed(epoch, entries, now) if self._following is None else []
 
 
 class IgnoresDrain(EngineLoop):
     """Keeps running when asked to drain."""
 
-    def turn(self, items: Sequence[InboxItem]) -> None:
-        super().turn([item for item in items if not isinstance(item, Drain)])
+    def run_once(self, items: Sequence[InboxItem]) -> None:
+        super().run_once([item for item in items if not isinstance(item, Drain)])
 
 
 class NeverTellsThatItIdles(EngineLoop):
     """Sends nothing while it has no work."""
 
-    def turn(self, items: Sequence[InboxItem]) -> None:
-        self._tell_at = float("inf")
-        super().turn(items)
+    def run_once(self, items: Sequence[InboxItem]) -> None:
+        self._next_stats_at = float("inf")
+        super().run_once(items)
         self.wait = min(self.wait, 1.0)
 
 
@@ -213,18 +213,22 @@ class OrdersOnce(CoordinatorState):
 class AsksOnce(BlockIndex):
     """Assumes that its requests and their answers arrive."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
-        return super().follow(routes, 0.0)
+    def queries_due(
+        self, routes: Collection[Route], now: float
+    ) -> list[tuple[bytes, KvBlocksQuery]]:
+        return super().queries_due(routes, 0.0)
 
 
 class TakesSuccessorsForThem(BlockIndex):
     """Keeps what it knew of the previous process."""
 
-    def follow(self, routes: Collection[Route], now: float) -> list[tuple[bytes, KvBlocksWanted]]:
+    def queries_due(
+        self, routes: Collection[Route], now: float
+    ) -> list[tuple[bytes, KvBlocksQuery]]:
         for route in routes:
-            if (held := self._held.get(route.entry.rank)) is not None:
+            if (held := self._engines.get(route.entry.rank)) is not None:
                 held.engine = route.engine
-        return super().follow(routes, now)
+        return super().queries_due(routes, now)
 
 
 # -- the engine: KV blocks of others --------------------------------------------------------------
@@ -233,16 +237,16 @@ class TakesSuccessorsForThem(BlockIndex):
 class ForgetsWhoWaitsForBlocks(BlockPort):
     """Does not report the end of pulls when a connection is lost."""
 
-    def _lose(self, source: KvSource) -> None:
+    def _drop_link(self, source: KvSource) -> None:
         self._links[source].pulls.clear()
-        super()._lose(source)
+        super()._drop_link(source)
 
 
 class WaitsForTheSilent(BlockPort):
     """Waits forever for an engine that has vanished."""
 
-    def _take_orders(self) -> bool:
-        goes_on = super()._take_orders()
+    def _start_pulls(self) -> bool:
+        goes_on = super()._start_pulls()
         for link in self._links.values():
             for running in link.pulls.values():
                 running.pull._patience = running.pull._deadline = 1e9
@@ -252,11 +256,11 @@ class WaitsForTheSilent(BlockPort):
 class TakesWhatComes(BlockPort):
     """Does not verify a block's checksum."""
 
-    def _take(self, running: _Running, found: BlockFound, content: bytes) -> None:
+    def _accept_block(self, running: _Running, found: BlockFound, content: bytes) -> None:
         if found.digest:
             digest = checksum(running.order.model + found.name, content)
             found = msgspec.structs.replace(found, digest=digest)
-        super()._take(running, found, content)
+        super()._accept_block(running, found, content)
 
 
 class KeepsWhatNobodyReads(KvTiers):

@@ -394,10 +394,10 @@ class World:
 
     def assigned(self, request: AddRequest, engine: Engine) -> None:
         """Record that a request was sent to an engine."""
-        name, how = request.request_id, " to run alone" if request.alone else ""
+        name, how = request.request_id, " to run alone" if request.exclusive_steps else ""
         self._tell("%s to %s (%d)%s", name, engine.name, engine.incarnation, how)
         assert self._pins[name] in (None, engine.rank), f"{name} is sent to {engine.name}"
-        if request.alone:
+        if request.exclusive_steps:
             deaths = len(self._assigned[name] & self.troubled)
             assert deaths > self.plan.max_resumes, f"{name} was suspected after {deaths} deaths"
         self._assigned[name].add(engine.incarnation)
@@ -415,13 +415,13 @@ class World:
         alone = engine.core._scheduler.alone
         for entry in engine.core._scheduler._in_flight if alone else ():
             assert all(request.id == alone for request in entry.requests), "not alone"
-        for request in engine.core._scheduler._books.all.values():
+        for request in engine.core._scheduler._requests.all.values():
             assert fronts.is_present(request.front_end), f"{request.request_id} runs for nobody"
 
     def _check_answers(self) -> None:
         # An unreachable engine may resume with a request before it is notified.
         unheard = sum(fault.kind in UNHEARD for fault in self.plan.faults)
-        attempts = sum(client.attempts for client in self.clients if client.ask.is_poison)
+        attempts = sum(client.attempts for client in self.clients if client.next_names.is_poison)
         poisons = sum(ask.is_poison for ask in self.plan.asks)
         # A convicted request also explains deaths that another one caused: these no longer count
         # for the other.
@@ -429,14 +429,14 @@ class World:
         most = (self.plan.max_resumes + 1 + CONVICTING_DEATHS) * attempts + unheard + explained
         assert self._poisoned <= most, f"poison killed {self._poisoned} engines, not {most}"
         for client in self.clients:
-            name = client.ask.name
+            name = client.next_names.name
             assert client.done, f"{name} was not answered within {LONGEST:.0f} s"
             client.check()
-            if client.ask.is_poison:
+            if client.next_names.is_poison:
                 assert client.error is not None, f"{name} is poison and was answered"
             if client.error is not None:
-                if self.is_retired(client.ask.pinned_rank):
-                    assert f"engine {client.ask.pinned_rank}" in client.error, client.error
+                if self.is_retired(client.next_names.pinned_rank):
+                    assert f"engine {client.next_names.pinned_rank}" in client.error, client.error
                 elif "alone" not in client.error:
                     # An engine that keeps dying is restarted ever later, or there is none.
                     assert self._may_be_long_without_engines, f"{name}: {client.error}"
@@ -502,8 +502,8 @@ class World:
             rank, incarnation = route.engine
             assert incarnation == self.engines[rank].incarnation, f"{front.name}: old {rank}"
         if router.index is not None:
-            assert sorted(router.index._held) == ranks, f"{front.name} follows other engines"
-            for rank, held in router.index._held.items():
+            assert sorted(router.index._engines) == ranks, f"{front.name} follows other engines"
+            for rank, held in router.index._engines.items():
                 told = self.engines[rank].core._scheduler.blocks_since(ALL_BLOCKS)
                 assert told is not None
                 there = set(array("Q", told.stored))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import RIGHT_INPUTS
+from benchmarks.hostile.inputs import VALID_INPUTS
 from benchmarks.hostile.trial import GAP_BOUND, Row, Trial
 from benchmarks.running_stack import RunningStack
 from tests.support.waiting import until
@@ -26,7 +26,7 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
         for _ in attacks():
             pass
     assert [(row.name, row.wrong) for row in trial.rows if row.wrong] == []
-    assert trial.left == []
+    assert trial.leftovers == []
     assert trial.rows
     return trial.rows
 
@@ -44,7 +44,7 @@ def test_requests_patterns_and_grammars_of_anybody_cost_no_more_than_their_share
 
 def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.01, paths=RIGHT_INPUTS)))
+    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.01, paths=VALID_INPUTS)))
 
 
 def test_connections_of_anybody_cost_no_more_than_their_share() -> None:

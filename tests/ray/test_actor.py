@@ -24,13 +24,13 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         raise asyncio.CancelledError
 
     monkeypatch.setattr("server.fleet.ray.actor.os._exit", end)
-    monkeypatch.setattr(actor_module, "LOOK_INTERVAL", 0.001)
-    monkeypatch.setattr(actor_module, "ANSWER_WITHIN", 0.001)
+    monkeypatch.setattr(actor_module, "CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(actor_module, "MAX_POLL_WAIT", 0.001)
     return found
 
 
 def test_an_actor_that_nobody_asks_ends(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_module, "ASKED_WITHIN", 0.005)
+    monkeypatch.setattr(actor_module, "POLL_TIMEOUT", 0.005)
 
     async def body() -> None:
         EngineActor()
@@ -43,14 +43,14 @@ def test_an_actor_that_nobody_asks_ends(ends: list[int], monkeypatch: pytest.Mon
 def test_one_that_is_asked_lives_and_answers_when_there_is_nothing(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "ASKED_WITHIN", float("inf"))
+    monkeypatch.setattr(actor_module, "POLL_TIMEOUT", float("inf"))
 
     async def body() -> None:
         actor = EngineActor()
         for _ in range(3):
-            actor._unasked = 1e9
+            actor._idle_seconds = 1e9
             assert msgspec.msgpack.decode(await actor.events()) == []
-            assert actor._unasked < 1e9
+            assert actor._idle_seconds < 1e9
         actor._put(Line("one"))
         assert msgspec.msgpack.decode(await actor.events(), type=list[Line]) == [Line("one")]
 

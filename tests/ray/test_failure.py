@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.failover import Answer, Ask, Progress, asks, run
+from benchmarks.failover import Answer, Progress, Request, make_requests, run
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import hosts, scale, serve
 from tests.ray.nodes import Nodes, engines, is_empty
@@ -49,7 +49,7 @@ def test_streams_survive_an_actor_and_a_node_and_ranks_come_back() -> None:
     flags = ("--data-parallel-size", "3", "--ray-dp-pack-strategy", "fill", "--batch-invariant")
     # One node more than there are ranks.
     with Nodes(1, 1, 1, 1) as four, serve(four, *flags) as stack:
-        todo = [ask for ask in asks(32, 90) if "stream" in ask.kind]
+        todo = [ask for ask in make_requests(32, 90) if "stream" in ask.kind]
         assert len(todo) == 64
         calm_progress = Progress()
         calm = asyncio.run(run(stack.url, todo, None, calm_progress))
@@ -75,10 +75,10 @@ def test_streams_survive_an_actor_and_a_node_and_ranks_come_back() -> None:
         until(lambda: is_empty(four), "nothing is left")
 
 
-def check_same(todo: list[Ask], calm: list[Answer], stormy: list[Answer]) -> None:
+def check_same(todo: list[Request], calm: list[Answer], stormy: list[Answer]) -> None:
     for ask, before, after in zip(todo, calm, stormy, strict=True):
         assert (before.error, after.error) == (None, None)
-        assert before.told == after.told, ask.body
+        assert before.output == after.output, ask.body
 
 
 @pytest.mark.parametrize("how", ["engine", "worker process of the actor"])

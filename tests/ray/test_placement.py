@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.failover import Progress, asks, run
+from benchmarks.failover import Progress, make_requests, run
 from benchmarks.running_stack import RunningStack
 from tests.ray.cluster import hosts, scale, serve, uses
 from tests.ray.nodes import NAMESPACE, Nodes, engines, is_empty
@@ -72,7 +72,7 @@ def test_three_nodes_answer_64_streams_of_the_bundled_model(
     flags = ("--data-parallel-size", "3", "--data-parallel-size-local", "1")
     with serve(nodes, *flags, "--cluster-key-file", str(key)) as stack:
         assert len(set(hosts(stack).values())) == 3
-        todo = [ask for ask in asks(32, 24) if "stream" in ask.kind]
+        todo = [ask for ask in make_requests(32, 24) if "stream" in ask.kind]
         assert len(todo) == 64
         answers = asyncio.run(run(stack.url, todo, None, Progress()))
         assert [answer.error for answer in answers if answer.error] == []

@@ -12,12 +12,12 @@ from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
 from engine.shared.version import SWELL_VERSION
 from server.config import FrontEndConfig
-from server.fleet.child import Ended, Program
+from server.fleet.child import Program, ProgramExit
 from server.fleet.ray.cluster import ActorLost, Group
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
 from server.fleet.ray.needs import _torch
 from server.fleet.ray.packing import Packing, RayNode, Resources
-from server.fleet.ray.starter import Ranks, RayHolder, api_server_role
+from server.fleet.ray.starter import Ranks, RayHandle, api_server_role
 from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.ray
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.ray
 SAME = {"swell": SWELL_VERSION, "torch": _torch(), "relay": "server.fleet.ray.messages"}
 
 
-class MadeUpActor:
+class FakeActor:
     """An actor whose events the test puts in."""
 
-    def __init__(self, cluster: "MadeUpCluster") -> None:
+    def __init__(self, cluster: "FakeCluster") -> None:
         self._cluster = cluster
-        self.news: asyncio.Queue[list[ActorEvent] | ActorLost] = asyncio.Queue()
-        self.told: list[str] = []
+        self.events: asyncio.Queue[list[ActorEvent] | ActorLost] = asyncio.Queue()
+        self.notified: list[str] = []
         self.is_killed = False
         self.launch: ActorLaunch | None = None
 
@@ -46,21 +46,21 @@ class MadeUpActor:
                 self.launch = msgspec.msgpack.decode(arguments[0], type=ActorLaunch)
                 return None
             case "events":
-                told = await self.news.get()
-                if isinstance(told, ActorLost):
-                    raise told
-                return msgspec.msgpack.encode(told)
+                notified = await self.events.get()
+                if isinstance(notified, ActorLost):
+                    raise notified
+                return msgspec.msgpack.encode(notified)
         raise AssertionError(method)
 
-    def tell(self, method: str) -> None:
-        self.told.append(method)
+    def notify(self, method: str) -> None:
+        self.notified.append(method)
 
     async def kill(self) -> None:
         self.is_killed = True
-        self.news.put_nowait(ActorLost("killed", alone=True))
+        self.events.put_nowait(ActorLost("killed", node_survived=True))
 
 
-class MadeUpCluster:
+class FakeCluster:
     """Nodes of one place each; what is placed is counted."""
 
     def __init__(self, *names: str) -> None:
@@ -69,7 +69,7 @@ class MadeUpCluster:
         """Nodes that say that they have room and take nothing."""
         self.groups: dict[int, str | None] = {}
         self._made = 0
-        self.actors: list[MadeUpActor] = []
+        self.actors: list[FakeActor] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.installed: dict[str, str] = SAME
@@ -79,7 +79,7 @@ class MadeUpCluster:
         return [RayNode(name, name, {"CPU": 1.0}, {"CPU": n}) for name, n in self.free.items()]
 
     async def reserve(
-        self, name: str, bundle: Resources, *, node: str | None, never: Collection[str]
+        self, name: str, bundle: Resources, *, node: str | None, excluded: Collection[str]
     ) -> Group:
         self._made += 1
         number = self._made
@@ -95,19 +95,19 @@ class MadeUpCluster:
     async def release(self, group: Group) -> None:
         self.groups.pop(group.handle, None)
 
-    def start_actor(self, name: str, group: Group) -> MadeUpActor:
-        self.actors.append(MadeUpActor(self))
+    def start_actor(self, name: str, group: Group) -> FakeActor:
+        self.actors.append(FakeActor(self))
         return self.actors[-1]
 
-    def start_actor_on(self, name: str, node: str) -> MadeUpActor:
+    def start_actor_on(self, name: str, node: str) -> FakeActor:
         assert node in self.free
         return self.start_actor(name, Group(0, {}))
 
 
 class Place:
-    """A cluster, one holder in it, and what it says."""
+    """A cluster, one program in it, and what it says."""
 
-    def __init__(self, cluster: MadeUpCluster) -> None:
+    def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.statuses: list[ChildStatus] = []
         self.lines: list[str] = []
@@ -120,7 +120,7 @@ class Place:
             existing={},
         )
 
-    async def start(self) -> RayHolder:
+    async def start(self) -> RayHandle:
         launch = EngineLaunch(EngineConfig(), 7)
         return await self.ranks.start(self.program("engine 0", "engine", launch))
 
@@ -135,22 +135,22 @@ class Place:
         if line == "bad":
             raise OSError("nobody reads")
 
-    async def started(self) -> tuple[RayHolder, MadeUpActor]:
+    async def started(self) -> tuple[RayHandle, FakeActor]:
         before = len(self.cluster.actors)
-        holder = await self.start()
+        handle = await self.start()
         await until_async(
             lambda: any(actor.launch for actor in self.cluster.actors[before:]), "it is started"
         )
-        return holder, self.cluster.actors[-1]
+        return handle, self.cluster.actors[-1]
 
     def is_clean(self) -> bool:
         killed = all(actor.is_killed for actor in self.cluster.actors)
-        return killed and not self.cluster.groups and not +self.ranks.held
+        return killed and not self.cluster.groups and not +self.ranks.ranks_per_node
 
 
 def run(names: str, body: Callable[[Place], Awaitable[None]]) -> None:
     async def main() -> None:
-        place = Place(MadeUpCluster(*names))
+        place = Place(FakeCluster(*names))
         await body(place)
         assert place.is_clean()
 
@@ -159,17 +159,17 @@ def run(names: str, body: Callable[[Place], Awaitable[None]]) -> None:
 
 def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
     async def body(place: Place) -> None:
-        holder, actor = await place.started()
+        handle, actor = await place.started()
         assert actor.launch is not None
         assert (actor.launch.cluster_key, actor.launch.environment, actor.launch.node) == (
             b"secret",
             {"HF_TOKEN": "x"},
             "a",
         )
-        actor.news.put_nowait([ChildProgress("loading"), Line("bad"), Line("one")])
-        actor.news.put_nowait([ChildReady("serves"), ChildFailed("no files"), Exited(-9)])
-        assert await holder.wait() == Ended(-9, "was ended by SIGKILL")
-        assert (holder.node, list(holder.last_lines)) == ("a", ["bad", "one"])
+        actor.events.put_nowait([ChildProgress("loading"), Line("bad"), Line("one")])
+        actor.events.put_nowait([ChildReady("serves"), ChildFailed("no files"), Exited(-9)])
+        assert await handle.wait() == ProgramExit(-9, "was ended by SIGKILL")
+        assert (handle.node, list(handle.last_lines)) == ("a", ["bad", "one"])
         assert place.lines == ["bad", "one"]
         assert place.statuses[-3:] == [
             ChildProgress("loading"), ChildReady("serves"), ChildFailed("no files (on node a)")
@@ -181,56 +181,56 @@ def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
 def test_a_wait_for_room_is_told_and_given_up_without_a_trace() -> None:
     async def body(place: Place) -> None:
         place.cluster.free["a"] = 0.0
-        holder = await place.start()
+        handle = await place.start()
         await until_async(lambda: place.cluster.groups, "a pending group is demand")
-        told = place.statuses[-1]
-        assert isinstance(told, ChildProgress)
-        assert told.phase == "waiting for 1 CPU: free are a 0 of 1 CPU"
-        holder.terminate()
-        holder.kill()
-        assert (await holder.wait()).code == 0
+        notified = place.statuses[-1]
+        assert isinstance(notified, ChildProgress)
+        assert notified.phase == "waiting for 1 CPU: free are a 0 of 1 CPU"
+        handle.terminate()
+        handle.kill()
+        assert (await handle.wait()).code == 0
 
     run("a", body)
 
 
 def test_room_that_appears_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.fleet.ray.starter.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("server.fleet.ray.starter.POLL_INTERVAL", 0.01)
 
     async def body(place: Place) -> None:
         place.cluster.free["a"] = 0.0
-        holder = await place.start()
+        handle = await place.start()
         await until_async(lambda: place.cluster.groups, "it waits")
         place.cluster.free["a"] = 1.0
         await until_async(lambda: place.cluster.actors, "it is placed")
-        place.cluster.actors[0].news.put_nowait([Exited(0)])
-        assert (await holder.wait()).code == 0
+        place.cluster.actors[0].events.put_nowait([Exited(0)])
+        assert (await handle.wait()).code == 0
 
     run("a", body)
 
 
 def test_a_node_that_does_not_take_a_rank_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.fleet.ray.starter.PLACE_WITHIN", 0.05)
+    monkeypatch.setattr("server.fleet.ray.starter.PLACEMENT_TIMEOUT", 0.05)
 
     async def body(place: Place) -> None:
         place.cluster.refusing = {"a"}
-        holder, actor = await place.started()
-        assert holder.node == "b"
-        actor.news.put_nowait([Exited(0)])
-        await holder.wait()
+        handle, actor = await place.started()
+        assert handle.node == "b"
+        actor.events.put_nowait([Exited(0)])
+        await handle.wait()
 
     run("ab", body)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_lost_actor_says_whether_its_node_is_to_be_avoided(alone: bool) -> None:
+@pytest.mark.parametrize("node_survived", [True, False])
+def test_a_lost_actor_says_whether_its_node_is_to_be_avoided(node_survived: bool) -> None:
     async def body(place: Place) -> None:
-        holder, actor = await place.started()
-        actor.news.put_nowait(ActorLost("socket closed", alone=alone))
-        end = await holder.wait()
-        assert end == Ended(None, "was lost with its actor on a: socket closed")
+        handle, actor = await place.started()
+        actor.events.put_nowait(ActorLost("socket closed", node_survived=node_survived))
+        end = await handle.wait()
+        assert end == ProgramExit(None, "was lost with its actor on a: socket closed")
         again, actor = await place.started()
-        assert again.node == ("a" if alone else "b")
-        actor.news.put_nowait([Exited(0)])
+        assert again.node == ("a" if node_survived else "b")
+        actor.events.put_nowait([Exited(0)])
         await again.wait()
 
     run("ab", body)
@@ -239,11 +239,11 @@ def test_a_lost_actor_says_whether_its_node_is_to_be_avoided(alone: bool) -> Non
 def test_another_version_is_refused_before_anything_is_started() -> None:
     async def body(place: Place) -> None:
         place.cluster.installed = {**SAME, "swell": "0.0.1"}
-        holder = await place.start()
-        assert (await holder.wait()).code == CANNOT_START
-        told = place.statuses[-1]
-        assert isinstance(told, ChildFailed)
-        assert "swell 0.0.1 there" in told.reason
+        handle = await place.start()
+        assert (await handle.wait()).code == CANNOT_START
+        notified = place.statuses[-1]
+        assert isinstance(notified, ChildFailed)
+        assert "swell 0.0.1 there" in notified.reason
         assert place.cluster.actors[0].launch is None
 
     run("a", body)
@@ -253,7 +253,7 @@ def test_an_engine_that_cannot_be_started_there_is_an_end_like_others() -> None:
     async def body(place: Place) -> None:
         place.cluster.start_error = OSError("no memory")
         end = await (await place.start()).wait()
-        assert end == Ended(1, "cannot be started on a: no memory")
+        assert end == ProgramExit(1, "cannot be started on a: no memory")
 
     run("a", body)
 
@@ -261,11 +261,11 @@ def test_an_engine_that_cannot_be_started_there_is_an_end_like_others() -> None:
 def test_who_is_asked_to_end_before_the_engine_runs_never_starts_one() -> None:
     async def body(place: Place) -> None:
         place.cluster.may_answer.clear()
-        holder = await place.start()
+        handle = await place.start()
         await until_async(lambda: place.cluster.actors, "there is an actor")
-        holder.terminate()
-        assert (await holder.wait()).code == 0
-        assert not holder.alive
+        handle.terminate()
+        assert (await handle.wait()).code == 0
+        assert not handle.alive
 
     run("a", body)
 
@@ -273,15 +273,15 @@ def test_who_is_asked_to_end_before_the_engine_runs_never_starts_one() -> None:
 def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.fleet.ray.starter.KILL_WITHIN", 0.02)
+    monkeypatch.setattr("server.fleet.ray.starter.KILL_TIMEOUT", 0.02)
 
     async def body(place: Place) -> None:
-        holder, actor = await place.started()
-        holder.terminate()
-        assert (actor.told, holder.alive) == (["terminate"], True)
-        holder.kill()
-        assert (await holder.wait()).code is None
-        assert actor.told == ["terminate", "kill"]
+        handle, actor = await place.started()
+        handle.terminate()
+        assert (actor.notified, handle.alive) == (["terminate"], True)
+        handle.kill()
+        assert (await handle.wait()).code is None
+        assert actor.notified == ["terminate", "kill"]
 
     run("a", body)
 
@@ -289,11 +289,11 @@ def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
 def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.fleet.ray.starter.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("server.fleet.ray.starter.POLL_INTERVAL", 0.01)
 
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
-        holder = await role.start(place.program(role.name, role.module, role.launch(9)))
+        handle = await role.start(place.program(role.name, role.module, role.launch(9)))
         await until_async(
             lambda: ChildProgress("waiting for its node") in place.statuses, "it waits"
         )
@@ -305,13 +305,13 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
         assert actor.launch is not None
         assert actor.launch.api_server is not None
         http = actor.launch.api_server.http
-        assert (http.host, http.port, actor.launch.node, holder.node) == ("b", 8001, "b", "b")
+        assert (http.host, http.port, actor.launch.node, handle.node) == ("b", 8001, "b", "b")
         assert (actor.launch.incarnation, actor.launch.cluster_key) == (9, b"secret")
-        holder.terminate()
-        holder.terminate()
-        assert actor.told == ["terminate"]
-        actor.news.put_nowait([Exited(0)])
-        assert (await holder.wait()).code == 0
+        handle.terminate()
+        handle.terminate()
+        assert actor.notified == ["terminate"]
+        actor.events.put_nowait([Exited(0)])
+        assert (await handle.wait()).code == 0
         assert not place.cluster.groups
 
     run("a", body)
@@ -320,10 +320,10 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
 def test_an_api_server_whose_node_never_comes_gives_up_when_told() -> None:
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
-        holder = await role.start(place.program(role.name, role.module, role.launch(9)))
+        handle = await role.start(place.program(role.name, role.module, role.launch(9)))
         await until_async(lambda: place.statuses, "it waits")
-        holder.terminate()
-        holder.terminate()
-        assert (await holder.wait()).code == 0
+        handle.terminate()
+        handle.terminate()
+        assert (await handle.wait()).code == 0
 
     run("a", body)

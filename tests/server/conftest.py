@@ -33,7 +33,7 @@ from engine.shared.messages import (
     AdapterOutcome,
     AddRequest,
     ClusterView,
-    FleetWish,
+    FleetRequest,
     RequestOutput,
     TokenLogprob,
     UtilityResult,
@@ -49,7 +49,7 @@ from server.helper_process import HelperProcess
 from server.observe.metrics import FrontEndMetrics
 from server.router.adapters import Adapters
 from server.router.generation_client import KvOffer, NoEngineAvailable
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
@@ -118,7 +118,7 @@ class FakeStream(RequestStream):
     """A token stream fed by its test or by the client's script."""
 
     def __init__(
-        self, message: AddRequest, id_: int, pinned_rank: int | None, unread: Unread | None
+        self, message: AddRequest, id_: int, pinned_rank: int | None, unread: UnreadOutputs | None
     ) -> None:
         message = msgspec.structs.replace(message, id=id_)
         super().__init__(message, lambda _: self.closed.set(), pinned_rank, unread)
@@ -144,7 +144,7 @@ class FakeStream(RequestStream):
                 continue
             if output.timing is not None:
                 last = output.finish_reason is not None
-                self.times.said(output.timing, time.monotonic(), last=last)
+                self.times.record_timing(output.timing, time.monotonic(), last=last)
             self.put(output)
 
     def put(self, output: RequestOutput) -> None:
@@ -186,7 +186,7 @@ class FakeGenerationClient:
         self.utilities: list[tuple[int | None, str, dict[str, Any]]] = []
         self.streams: list[FakeStream] = []
         self.submitted = asyncio.Event()
-        self.orders: list[FleetWish] = []
+        self.orders: list[FleetRequest] = []
         self.fleet_error = ""
         self.refuse_from = 10**9
         self.script: Script = self.answer("hello world")
@@ -219,8 +219,10 @@ class FakeGenerationClient:
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
-    async def order_fleet(self, wish: FleetWish, within: float = 120.0) -> list[UtilityResult]:
-        self.orders.append(wish)
+    async def order_fleet(
+        self, request: FleetRequest, within: float = 120.0
+    ) -> list[UtilityResult]:
+        self.orders.append(request)
         info: dict[str, UtilityValue] = {"is_paused": True, "fleet_error": self.fleet_error}
         return [UtilityResult(1, rank, info) for rank in (0, 1)]
 
@@ -231,7 +233,7 @@ class FakeGenerationClient:
     async def wait_for_engines(self) -> None:
         await self.engines_came.wait()
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         if not self.ready:
             raise NoEngineAvailable("No engine can serve now; try again.")
 
@@ -239,7 +241,7 @@ class FakeGenerationClient:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> FakeStream:
         if len(self.streams) >= self.refuse_from:
             raise NoEngineAvailable

@@ -80,7 +80,7 @@ class CheckedExecutor(SimulatedExecutor):
             assert start.slot not in in_flight, f"slot {start.slot} is in use by a step in flight"
             self._blocks[start.slot] = [[] for _ in self.info.cache_windows]
             self._images[start.slot] = start.images
-        self._encoded.difference_update(plan.forgotten)
+        self._encoded.difference_update(plan.evicted_images)
         self._encoded.update(image.digest for image in plan.encoded)
         for added in plan.blocks:
             block_ids = self._blocks[added.slot][added.group]

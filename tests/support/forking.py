@@ -48,7 +48,7 @@ _SETTLED_BY_EXEC = ("PYTHON", "LD_")
 _LONGEST_ANSWER = 64
 
 
-class Wish(NamedTuple):
+class ProgramRequest(NamedTuple):
     """A requested process."""
 
     program: str
@@ -102,7 +102,7 @@ class ForkExec:
         numbers = {0: stdin, 1: stdout, 2: stderr}
         descriptors = {n: n if each < 0 else each for n, each in numbers.items()}
         descriptors |= {each: each for each in kept if each != own}
-        wish = Wish(
+        request = ProgramRequest(
             program,
             _arguments_of(program, [os.fsdecode(each) for each in arguments]),
             variables,
@@ -110,7 +110,7 @@ class ForkExec:
             new_session,
             list(descriptors),
         )
-        return self._ask(wish, list(descriptors.values()))
+        return self._ask(request, list(descriptors.values()))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class ForkExec:
             self._connection.close()
             self._template.wait()
 
-    def _ask(self, wish: Wish, descriptors: list[int]) -> int:
+    def _ask(self, request: ProgramRequest, descriptors: list[int]) -> int:
         with self._lock:
             if self._connection is None:
                 self._connection, self._template = _begin()
@@ -135,7 +135,7 @@ class ForkExec:
             # nearest subreaper.
             try:
                 with adopting_orphans():
-                    socket.send_fds(self._connection, [json.dumps(wish).encode()], descriptors)
+                    socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
                     answer = self._connection.recv(_LONGEST_ANSWER)
             except BaseException:  # e.g. of a signal handler: the answer would be the next one's
                 self._connection.close()

@@ -35,8 +35,8 @@ class Load:
                 continue
             choices = json.loads(answer.text)["choices"]
             # Releases differ in the fields of answers.
-            told = [[each["index"], each["text"], each["finish_reason"]] for each in choices]
-            self.answers.setdefault(seed, set()).add(json.dumps(told))
+            outputs = [[each["index"], each["text"], each["finish_reason"]] for each in choices]
+            self.answers.setdefault(seed, set()).add(json.dumps(outputs))
             self.count += 1
 
     @contextmanager
@@ -70,7 +70,7 @@ class Load:
         first = "\n".join(self.errors[:3])
         assert not self.errors, f"{len(self.errors)} failures, the first of them:\n{first}"
         assert self.count > ENOUGH
-        assert all(len(told) == 1 for told in self.answers.values()), "the same in every run"
+        assert all(len(outputs) == 1 for outputs in self.answers.values()), "the same in every run"
 
 
 def settle(url: str, size: int) -> dict[str, object]:

@@ -55,16 +55,16 @@ def wave_when_paused(url: str, after: int = -1) -> int:
         after: a wave that must be over. A front end that does not know it yet would report the
             engines as paused before it ends.
     """
-    told: set[int] = set()
+    waves: set[int] = set()
 
     def all_agree() -> bool:
-        told.clear()
-        told.update(int(info["wave"]) for info in infos(url).values())
-        told.add(int(metric(url, "wave")[""]))
-        return is_paused(url) and len(told) == 1 and min(told) > after
+        waves.clear()
+        waves.update(int(info["wave"]) for info in infos(url).values())
+        waves.add(int(metric(url, "wave")[""]))
+        return is_paused(url) and len(waves) == 1 and min(waves) > after
 
     until(all_agree, f"all agree on a wave after {after}")
-    return told.pop()
+    return waves.pop()
 
 
 def topologies(url: str) -> set[int]:

@@ -20,7 +20,7 @@ import setproctitle
 
 from engine.executor.environment import settle_environment
 from engine.shared.template import fork_orphan
-from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, Wish, fork_from_now_on
+from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, ProgramRequest, fork_from_now_on
 
 _PRELOADED = (
     "coordinator.process",
@@ -38,7 +38,7 @@ _LONGEST_WISH, _MOST_DESCRIPTORS = 1 << 20, 64
 _MANY = 1 << 20
 
 
-def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
+def _serve(connection: socket.socket) -> tuple[ProgramRequest, Sequence[int]] | None:
     """Fork on request until disconnected; in a forked process, return the process to become."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_WISH, _MOST_DESCRIPTORS)
@@ -47,29 +47,29 @@ def _serve(connection: socket.socket) -> tuple[Wish, Sequence[int]] | None:
         pid = fork_orphan()
         if not pid:
             connection.close()
-            return Wish(*json.loads(data)), descriptors
+            return ProgramRequest(*json.loads(data)), descriptors
         connection.send(b"%d" % pid if pid > 0 else b"")
         for each in descriptors:
             os.close(each)
 
 
-def _become(wish: Wish, descriptors: Sequence[int]) -> None:
+def _become(request: ProgramRequest, descriptors: Sequence[int]) -> None:
     """Set up this process as requested."""
-    if wish.new_session:
+    if request.new_session:
         os.setsid()
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, FREE_NUMBERS) for each in descriptors]
     for each in descriptors:
         os.close(each)
-    for each, number in zip(moved, wish.numbers, strict=True):
+    for each, number in zip(moved, request.numbers, strict=True):
         os.dup2(each, number)
         os.close(each)
     os.environ.clear()
-    os.environ.update(wish.environment)
-    os.chdir(wish.directory)
+    os.environ.update(request.environment)
+    os.chdir(request.directory)
     _customize(os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv[:] = wish.arguments
-    module = [] if wish.program == "swell" else [sys.executable, "-m"]
-    setproctitle.setproctitle(" ".join([*module, *wish.arguments]))
+    sys.argv[:] = request.arguments
+    module = [] if request.program == "swell" else [sys.executable, "-m"]
+    setproctitle.setproctitle(" ".join([*module, *request.arguments]))
 
 
 def _customize(folders: Sequence[str]) -> None:
@@ -118,8 +118,8 @@ def main() -> None:
     gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))
     while (forked := _serve(connection)) is not None:
-        wish, descriptors = forked
-        if wish.program in PARENTS or wish.program.startswith("tests."):
+        request, descriptors = forked
+        if request.program in PARENTS or request.program.startswith("tests."):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if not os.fork():
                 ours.close()
@@ -131,8 +131,8 @@ def main() -> None:
             with ours:
                 number = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, FREE_NUMBERS)
             fork_from_now_on(socket.socket(fileno=number))
-        _become(wish, descriptors)
-        code = _run(wish.program)
+        _become(request, descriptors)
+        code = _run(request.program)
         getattr(threading, "_shutdown")()  # noqa: B009  # not in its stubs
         _end(code)
     _end(0)

@@ -110,7 +110,9 @@ def add(to: Any, request_id: int, *, shows: bool = False, alone: int = 0) -> Non
     inputs = [EncoderInput(0, 1, bytes([request_id]) * 16, 1, 1, b"rgb")] if shows else []
     sampling = SamplingParams(max_tokens=4, seed=0)
     to.handle(
-        AddRequest(request_id, "x", 0, 0, [1, 2], sampling, encoder_inputs=inputs, alone=alone)
+        AddRequest(
+            request_id, "x", 0, 0, [1, 2], sampling, encoder_inputs=inputs, exclusive_steps=alone
+        )
     )
 
 

@@ -12,7 +12,7 @@ import time
 import msgspec
 import zmq
 
-from engine.executor.environment import settle_environment, sharers
+from engine.executor.environment import compute_processes, settle_environment
 from engine.executor.layout import Layout
 from engine.executor.nodes.messages import (
     LARGEST_MESSAGE,
@@ -38,7 +38,7 @@ from engine.shared.version import SWELL_VERSION
 
 logger = logging.getLogger(__name__)
 
-_TELL_INTERVAL = 30.0
+_LOG_INTERVAL = 30.0
 """Seconds between log lines while the node waits."""
 _LINGER_MS = 500
 """Milliseconds for the last message of a session to be sent."""
@@ -122,14 +122,14 @@ class JoinedNode:
             CannotJoin: the leader refuses this node, or did not appear in time.
             OSError: a worker cannot be started, or the leader's address is invalid.
         """
-        settle_environment(sharers(self._config, 1))  # inherited by the workers
+        settle_environment(compute_processes(self._config, 1))  # inherited by the workers
         try:
             while not self._is_stopping:
                 link = _Link(self._transport, f"tcp://{self._where}")
                 try:
                     start = self._wait_for_start(link)
                     if start is not None:
-                        self._work(link, start)
+                        self._run_workers(link, start)
                 finally:
                     link.close()
         finally:
@@ -142,7 +142,7 @@ class JoinedNode:
             CannotJoin: the leader refuses this node, or did not appear in time.
         """
         deadline, next_join, next_line = time.monotonic() + self._timeout, 0.0, 0.0
-        refused = told = ""
+        refused = logged = ""
         while not self._is_stopping:
             now = time.monotonic()
             if now > deadline:
@@ -150,8 +150,8 @@ class JoinedNode:
                     f"no engine took this node at {self._where} within {self._timeout:.0f} s: "
                     f"{refused or 'is the first node (--node-rank 0) there?'}"
                 )
-            if now >= next_line or refused != told:
-                next_line, told = now + _TELL_INTERVAL, refused
+            if now >= next_line or refused != logged:
+                next_line, logged = now + _LOG_INTERVAL, refused
                 because = f" ({refused})" if refused else ""
                 logger.info("waiting for the engine at %s%s", self._where, because)
             if now >= next_join:
@@ -168,7 +168,7 @@ class JoinedNode:
                         refused = reason
         return None
 
-    def _work(self, link: _Link, start: Start) -> None:
+    def _run_workers(self, link: _Link, start: Start) -> None:
         """Run the workers until the leader, a worker or this node stops."""
         processes = []
         streams = Streams(link.poller)
@@ -181,7 +181,7 @@ class JoinedNode:
                 streams.add(Key(rank, "lifeline"), lifeline)
                 streams.add(Key(rank, "commands"), commands)
             logger.info("workers %s have started", ", ".join(map(str, self._ranks)))
-            reason = self._pass_on(link, streams, start.session)
+            reason = self._forward(link, streams, start.session)
         finally:
             link.send(Over(start.session, reason))
             streams.close()
@@ -190,21 +190,21 @@ class JoinedNode:
                 end_worker(process)
         logger.info("the workers have ended: %s", reason)
 
-    def _pass_on(self, link: _Link, streams: Streams, session: int) -> str:
+    def _forward(self, link: _Link, streams: Streams, session: int) -> str:
         """Forward bytes in both directions; return why that has ended."""
         longest_poll = max(1, int(1000 * min(self._interval, 0.5)))
-        heard_at, next_alive, patience = time.monotonic(), 0.0, STARTING_PATIENCE
+        last_message_at, next_alive, patience = time.monotonic(), 0.0, STARTING_PATIENCE
         while not self._is_stopping:
             now = time.monotonic()
             if now >= next_alive:
                 next_alive = now + self._interval
                 link.send(Alive(session))
             for source, _ in link.poller.poll(longest_poll):
-                if isinstance(source, int) and (came := streams.ready(source)) is not None:
-                    (rank, channel), data = came
+                if isinstance(source, int) and (received := streams.ready(source)) is not None:
+                    (rank, channel), data = received
                     link.send(Piece(session, rank, channel, data))
             while (message := link.receive()) is not None:
-                heard_at = time.monotonic()
+                last_message_at = time.monotonic()
                 match message:
                     case Piece(of, rank, channel, data) if of == session:
                         streams.write(Key(rank, channel), data)
@@ -212,7 +212,7 @@ class JoinedNode:
                         patience = seconds
                     case Over(of, reason) if of == session:
                         return reason
-            if time.monotonic() - heard_at > patience:  # although all received data was read
+            if time.monotonic() - last_message_at > patience:  # although all received data was read
                 return f"nothing was heard of the engine for {patience:.0f} s"
         return "it was told to stop"
 

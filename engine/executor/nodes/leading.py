@@ -42,7 +42,7 @@ from engine.shared.version import SWELL_VERSION
 
 logger = logging.getLogger(__name__)
 
-_TELL_INTERVAL = 30.0
+_LOG_INTERVAL = 30.0
 """Seconds between log lines about missing nodes."""
 _LINGER_MS = 1000
 """Milliseconds for the last message of a session to be sent."""
@@ -57,7 +57,7 @@ class _Node:
 
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
 
 
 class NodeLinks:
@@ -82,13 +82,13 @@ class NodeLinks:
         """Seconds of silence after which the nodes are to give up this process."""
         self._session = secrets.randbits(48)
         self._nodes: dict[int, _Node] = {}
-        self._told, self._tell_again_at = "", 0.0
+        self._logged, self._next_log_at = "", 0.0
         self._next_alive = 0.0
         self._is_closing = False
         self._thread: threading.Thread | None = None
-        self._wake, self._wakes = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
         self._streams = Streams(self._poller)
         self._context = make_context()
         try:
@@ -122,7 +122,7 @@ class NodeLinks:
         Raises:
             NodesMissing: they did not join in time.
         """
-        deadline, tell_at, before = time.monotonic() + timeout, 0.0, ""
+        deadline, next_log_at, before = time.monotonic() + timeout, 0.0, ""
         while missing := self._missing():
             names = ", ".join(f"node {node}" for node in missing)
             ranks = " or ".join(map(str, missing))
@@ -133,11 +133,11 @@ class NodeLinks:
                 raise NodesMissing(
                     f"{names} did not join at {where} within {timeout:.0f} s: {to_do}"
                 )
-            if names != before or now > tell_at:
+            if names != before or now > next_log_at:
                 progress(f"waiting for {names} to join at {where}: {to_do}")
                 logger.info("waiting for %s to join at %s: %s", names, where, to_do)
-                tell_at, before = now + _TELL_INTERVAL, names
-            self._turn()
+                next_log_at, before = now + _LOG_INTERVAL, names
+            self._run_once()
 
     def worker(self, rank: int) -> StartedWorker:
         """Return a worker of another node, to be started by `begin`."""
@@ -150,7 +150,7 @@ class NodeLinks:
     def begin(self, engine: int, address: str) -> None:
         """Make the nodes start their workers, which rendezvous with the engine's at HOST:PORT."""
         for node in self._nodes.values():
-            node.heard_at = time.monotonic()
+            node.last_message_at = time.monotonic()
             self._send(node.identity, Start(self._session, engine, address))
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
@@ -159,14 +159,14 @@ class NodeLinks:
         """From now on, let nodes give up this process after `--engine-timeout` of silence."""
         self._patience = self._timeout
         self._next_alive = 0.0
-        os.write(self._wakes, b"x")
+        os.write(self._wake_write, b"x")
 
     def close(self) -> None:
         """Terminate the workers of all nodes; idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
-        os.write(self._wakes, b"x")
+        os.write(self._wake_write, b"x")
         if self._thread is not None:
             self._thread.join()
         for node in self._nodes.values():
@@ -176,22 +176,22 @@ class NodeLinks:
     def _free(self) -> None:
         self._streams.close()
         self._context.destroy(linger=_LINGER_MS)
-        os.close(self._wake)
-        os.close(self._wakes)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                self._run_once()
                 now = time.monotonic()
                 for number, node in list(self._nodes.items()):
-                    if now - node.heard_at > self._timeout:
+                    if now - node.last_message_at > self._timeout:
                         self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
         except Exception:
             logger.exception("messages of the other nodes cannot be forwarded")
             self._streams.close()  # which the team sees as the death of their workers
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Handle events for a short time."""
         for source, _ in self._poller.poll(self._longest_poll):
             if isinstance(source, int):
@@ -202,13 +202,13 @@ class NodeLinks:
         now = time.monotonic()
         if now >= self._next_alive:
             self._next_alive = now + self._interval
-            self._transport.mend()
+            self._transport.maintain()
             alive = Alive(self._session, self._patience)
             nodes = self._nodes.values()
-            gone = [node for node in nodes if not self._send(node.identity, alive)]
-            if gone:
+            unreachable = [node for node in nodes if not self._send(node.identity, alive)]
+            if unreachable:
                 self._listen()  # for their last messages
-            for number in [number for number, node in self._nodes.items() if node in gone]:
+            for number in [number for number, node in self._nodes.items() if node in unreachable]:
                 self._lost(number, "its connection has ended")
 
     def _listen(self) -> None:
@@ -216,13 +216,13 @@ class NodeLinks:
             self._handle(*received)
 
     def _read(self, descriptor: int) -> None:
-        if descriptor == self._wake:
+        if descriptor == self._wake_read:
             os.read(descriptor, 1)
             return
-        came = self._streams.ready(descriptor)
-        if came is None:
+        received = self._streams.ready(descriptor)
+        if received is None:
             return
-        key, data = came
+        key, data = received
         node = self._nodes.get(self._layout.node(key.rank))
         if node is not None:
             self._send(node.identity, Piece(self._session, key.rank, key.channel, data))
@@ -235,7 +235,7 @@ class NodeLinks:
         if number is None or message.session != self._session:
             self._send(sender, Over(message.session, "the engine has restarted"))
             return
-        self._nodes[number].heard_at = time.monotonic()
+        self._nodes[number].last_message_at = time.monotonic()
         match message:
             case Piece(_, rank, channel, data) if self._layout.node(rank) == number:
                 self._streams.write(Key(rank, channel), data)
@@ -253,7 +253,7 @@ class NodeLinks:
             return
         known = self._nodes.get(join.node)
         if known is not None and known.identity == sender:
-            known.heard_at = time.monotonic()
+            known.last_message_at = time.monotonic()
         elif known is not None and self._is_fresh(known):
             self._refuse(sender, join.node, "it, or another with its number, is here", final=False)
         elif self._thread is not None:
@@ -265,8 +265,8 @@ class NodeLinks:
     def _refuse(self, sender: bytes, number: int, reason: str, *, final: bool) -> None:
         self._send(sender, Refused(f"node {number} is refused: {reason}", final))
         now = time.monotonic()
-        if final and (reason != self._told or now > self._tell_again_at):
-            self._told, self._tell_again_at = reason, now + _TELL_INTERVAL
+        if final and (reason != self._logged or now > self._next_log_at):
+            self._logged, self._next_log_at = reason, now + _LOG_INTERVAL
             logger.warning("node %d is refused: %s", number, reason)
 
     def _missing(self) -> list[int]:
@@ -274,7 +274,7 @@ class NodeLinks:
         return [number for number in range(1, self._layout.nodes) if number not in joined]
 
     def _is_fresh(self, node: _Node) -> bool:
-        return time.monotonic() - node.heard_at < self._timeout
+        return time.monotonic() - node.last_message_at < self._timeout
 
     def _lost(self, number: int, reason: str) -> None:
         """Make the team see a node's workers as failed."""

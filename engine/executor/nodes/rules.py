@@ -53,8 +53,8 @@ def agreement(config: EngineConfig) -> dict[str, str]:
 def difference(here: dict[str, str], there: dict[str, str]) -> str | None:
     """Return the first difference between the first node (`here`) and another; None if none."""
     for name in (*here, *(name for name in there if name not in here)):
-        ours, theirs = here.get(name, "not known"), there.get(name, "not known")
-        if ours != theirs:
-            shown = (each[:_SHOWN_LETTERS] for each in (name, ours, theirs))
+        local, remote = here.get(name, "not known"), there.get(name, "not known")
+        if local != remote:
+            shown = (each[:_SHOWN_LETTERS] for each in (name, local, remote))
             return "{} is {} on the first node but {} there".format(*shown)
     return None

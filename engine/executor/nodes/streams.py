@@ -90,8 +90,8 @@ class Streams:
         if stream.is_ending and not stream.waiting:
             self._drop(stream)
         elif stream.key in self._streams:
-            wanted = zmq.POLLIN | (zmq.POLLOUT if stream.waiting else 0)
-            self._poller.modify(stream.connection.fileno(), wanted)
+            events = zmq.POLLIN | (zmq.POLLOUT if stream.waiting else 0)
+            self._poller.modify(stream.connection.fileno(), events)
 
     def _drop(self, stream: _Stream) -> None:
         if self._streams.pop(stream.key, None) is None:

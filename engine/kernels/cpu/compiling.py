@@ -110,10 +110,10 @@ def _openmp() -> _OpenMp:
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "GOMP_parallel"):
-        brought = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-        if not brought:
+        adopt_newer = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+        if not adopt_newer:
             raise OSError("torch bundles no OpenMP runtime")
-        library = ctypes.CDLL(str(brought[0]))
+        library = ctypes.CDLL(str(adopt_newer[0]))
     parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None

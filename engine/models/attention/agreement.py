@@ -55,12 +55,12 @@ class BitComparison:
     """Compares attention variants for one shape of heads."""
 
     def __init__(
-        self, ways: AttentionVariants, num_heads: int, kept: tuple[int, ...], dtype: torch.dtype
+        self, ways: AttentionVariants, num_heads: int, kv_shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """Compare in `dtype`; `kept` is the shape of one token's keys and values."""
+        """Compare in `dtype`; `kv_shape` is the shape of one token's keys and values."""
         self._ways = ways
         self._num_heads = num_heads
-        self._kept = kept
+        self._kv_shape = kv_shape
         self._dtype = dtype
 
     def key_widths(self) -> KeyWidths | None:
@@ -93,7 +93,9 @@ class BitComparison:
         """Return whether `TOKENS_AT_ONCE` tokens in one product get the same bits as alone."""
         if self._dtype != torch.float32 and not has_matrix_unit():
             return False
-        probes = -(-_VALUES_OF_ONE_PRODUCT // (TOKENS_AT_ONCE * self._num_heads * self._kept[-1]))
+        probes = -(
+            -_VALUES_OF_ONE_PRODUCT // (TOKENS_AT_ONCE * self._num_heads * self._kv_shape[-1])
+        )
         agrees = all(
             self._is_equal(self._probe(num_keys, seed), num_keys, TOKENS_AT_ONCE)
             for num_keys in _KEYS_OF_ONE_PRODUCT
@@ -106,7 +108,7 @@ class BitComparison:
     def _probe(self, num_keys: int, seed: int = 0) -> _Probe:
         """Return queries, keys and values for `num_keys` tokens."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = (self._num_heads, self._kept[-1]), self._kept
+        shapes = (self._num_heads, self._kv_shape[-1]), self._kv_shape
         return _Probe(
             *(
                 torch.randn(num_keys, *shape, generator=generator).to(self._dtype)
@@ -127,9 +129,9 @@ class BitComparison:
         positions = torch.arange(num_keys - count, num_keys)
         mask = self._mask(positions, num_keys)
         one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
-        alone = self._each(probe, positions[:1], num_keys)
+        single = self._each(probe, positions[:1], num_keys)
         return torch.equal(one, self._each(probe, positions, num_keys)) and torch.equal(
-            one[:1], alone
+            one[:1], single
         )
 
     def _is_equal_in_rows(self, probe: _Probe, num_keys: int, count: int) -> bool:

@@ -152,8 +152,8 @@ class KernelAttention:
         return num_splits(programs, max_keys, self._shapes.decodes.keys, self._multiprocessors)
 
     def _launch(self, tiles: Tiles, shape: TileShape, splits: int) -> TileLaunch:
-        most = int(tiles[:, 3].max())
-        return TileLaunch(to_device(tiles, self._device), shape, splits, most)
+        max_tokens = int(tiles[:, 3].max())
+        return TileLaunch(to_device(tiles, self._device), shape, splits, max_tokens)
 
     def attend(
         self, queries: Tensor, cache: Tensor, plan: TilePlan, sinks: Tensor | None = None

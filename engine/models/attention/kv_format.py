@@ -35,15 +35,15 @@ class PlainKv:
         self.stored = dtype
         """Dtype of the cache tensors."""
 
-    def row(self, kept: KvShape) -> tuple[int, ...]:
+    def row(self, shape: KvShape) -> tuple[int, ...]:
         """Return the shape of one token in a layer's tensor."""
-        return kept
+        return shape
 
-    def write(self, cache: Tensor, slots: Tensor, kept: Tensor) -> None:
+    def write(self, cache: Tensor, slots: Tensor, entries: Tensor) -> None:
         """Store new keys and values, [tokens, parts, kv_heads, head_dim], at flat token slots."""
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, kept)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries)
 
-    def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
+    def read(self, rows: Tensor, entry_shape: KvShape, dtype: torch.dtype) -> Tensor:
         """Return stored rows as [.., parts, kv_heads, head_dim] in `dtype`."""
         return rows.to(dtype)
 
@@ -60,25 +60,25 @@ class Fp8Kv:
         """Read them as `dtype`."""
         self.dtype = dtype
 
-    def row(self, kept: KvShape) -> tuple[int, ...]:
+    def row(self, shape: KvShape) -> tuple[int, ...]:
         """Return the bytes per token: its values, then their scales in bfloat16."""
-        parts, heads, size = kept
+        parts, heads, size = shape
         return (parts * heads * (size + _SCALE_BYTES),)
 
-    def write(self, cache: Tensor, slots: Tensor, kept: Tensor) -> None:
+    def write(self, cache: Tensor, slots: Tensor, entries: Tensor) -> None:
         """Round and store new keys and values at flat token slots."""
-        values = kept.float()
+        values = entries.float()
         largest = values.abs().amax(-1, keepdim=True)
         scales = (largest * (_BIAS / _LARGEST)).clamp_(1.0, _LARGEST_SCALE).bfloat16()
         values = (values / (scales.float() * (1 / _BIAS))).clamp_(-_LARGEST, _LARGEST)
         rounded = values.to(torch.float8_e4m3fn)
-        count = len(kept)
+        count = len(entries)
         rows = torch.cat([each.view(torch.uint8).view(count, -1) for each in (rounded, scales)], 1)
         cache.view(-1, cache.shape[2]).index_copy_(0, slots, rows)
 
-    def read(self, rows: Tensor, kept: KvShape, dtype: torch.dtype) -> Tensor:
+    def read(self, rows: Tensor, entry_shape: KvShape, dtype: torch.dtype) -> Tensor:
         """Return stored rows, dequantized to `dtype`."""
-        parts, heads, size = kept
+        parts, heads, size = entry_shape
         shape, end = rows.shape[:-1], parts * heads * size
         bits = rows[..., :end].view(torch.int8)
         scales = rows[..., end:].view(torch.bfloat16)

@@ -62,9 +62,9 @@ class PagedAttention:
         """
         self._heads, self._kv_heads, self._head_dim, self._scale, self._softcap = heads
         self._group = self._heads // self._kv_heads
-        self._kept = (parts, self._kv_heads, self._head_dim)
+        self._kv_shape = (parts, self._kv_heads, self._head_dim)
         self._kv = kv_format or PlainKv(dtype)
-        self._row = self._kv.row(self._kept)
+        self._row = self._kv.row(self._kv_shape)
         self._long_dtype = type_of_long_rows(dtype, device)
         self._dtype = self._long_dtype if token_by_token else self._kv.dtype
         self._added_queries = 0
@@ -74,7 +74,7 @@ class PagedAttention:
             in_one_product=partial(self._in_one_product, sinks=None),
             in_padded_rows=self._in_padded_rows,
         )
-        agreement = BitComparison(ways, self._heads, self._kept, self._dtype)
+        agreement = BitComparison(ways, self._heads, self._kv_shape, self._dtype)
         widths = self._find_widths(agreement) if token_by_token else None
         shares_calls = widths is not None and agreement.of_padded_rows(widths)
         self._planner = AttentionPlanner(
@@ -259,7 +259,7 @@ class PagedAttention:
         return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, -1)
 
     def _read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._kv.read(rows, self._kept, dtype)
+        return self._kv.read(rows, self._kv_shape, dtype)
 
     def _rows_at_once(self, flat: Tensor, blocks: Tensor) -> int:
         """Return how many rows of `blocks`, [rows, blocks], to gather at once."""
@@ -267,7 +267,7 @@ class PagedAttention:
         if flat.device.type != "cpu":
             return rows
         num_keys = blocks.numel() * (flat.shape[1] // prod(self._row))
-        gathered = num_keys * prod(self._kept) * self._kv.dtype.itemsize
+        gathered = num_keys * prod(self._kv_shape) * self._kv.dtype.itemsize
         parts = -(-gathered // (_GATHERED_BYTES * torch.get_num_threads()))
         return -(-rows // parts)
 

@@ -36,9 +36,9 @@ class SharedTasks(msgspec.Struct, frozen=True):
 
     shares: int
     addresses: tuple[int, ...]
-    """Addresses of the arrays in `held`; like `sizes`, in the order of the kernel's arguments."""
+    """Addresses of `kept_alive` arrays; like `sizes`, in the order of the kernel's arguments."""
     sizes: tuple[int, ...]
-    held: tuple[Any, ...]
+    kept_alive: tuple[Any, ...]
 
 
 def shares_of(work: IntArray, min_work: int) -> IntArray:
@@ -94,7 +94,7 @@ class PatchAttention:
                 NO_WINDOW if window is None else window,
                 *self._factors,
             ),
-            held=(tables, patches, shares, memory),
+            kept_alive=(tables, patches, shares, memory),
         )
 
     def attend(

@@ -206,10 +206,10 @@ class AttentionPlanner:
         size = rows.block_size
         step = max(1, FINE_STEP // size)
         first, fewest = self._key_blocks(rows.starts, size, step, window)
-        last, most = self._key_blocks(rows.starts + rows.counts - 1, size, step, window)
+        last, max_blocks = self._key_blocks(rows.starts + rows.counts - 1, size, step, window)
         is_short = (rows.counts > 1) & (rows.counts <= SHORT_ROW)
-        is_alike = (first == last) & widths.same_order_between(fewest * size, most * size)
-        return np.flatnonzero(is_short & is_alike), (first, most)
+        is_alike = (first == last) & widths.same_order_between(fewest * size, max_blocks * size)
+        return np.flatnonzero(is_short & is_alike), (first, max_blocks)
 
     def _neighbours(
         self, rows: AttentionRows, row: int, window: int | None
@@ -223,8 +223,8 @@ class AttentionPlanner:
         for tokens in np.split(np.arange(len(positions)), ends):
             begin = int(first[tokens[0]])
             if begin != seen:
-                most = int(width[first == begin].max())
-                logical = np.minimum(begin + np.arange(most), rows.block_tables.shape[1] - 1)
+                max_width = int(width[first == begin].max())
+                logical = np.minimum(begin + np.arange(max_width), rows.block_tables.shape[1] - 1)
                 seen, blocks = begin, self._tensor(rows.block_tables[row, logical])
             for at in range(0, len(tokens), TOKENS_AT_ONCE):
                 part = tokens[at : at + TOKENS_AT_ONCE]

@@ -20,7 +20,7 @@ from engine.models.spec import LatentSpec, ModelSpec
 from engine.models.step import FinalTokens, ForwardContext, ImageTokens
 
 
-class LayerPlace(NamedTuple):
+class LayerSettings(NamedTuple):
     """Which of a step's tensors a layer's attention uses."""
 
     window: int | None
@@ -39,10 +39,10 @@ class SelfAttention(Module):
     sinks: Tensor | None
     """[heads] float32: extra softmax scores without a value; None if the model has none."""
 
-    def __init__(self, place: LayerPlace, kv_format: KvFormat, output: Rows) -> None:
+    def __init__(self, settings: LayerSettings, kv_format: KvFormat, output: Rows) -> None:
         """Initialize from the output projection, [tokens, heads * head_dim] to [tokens, hidden]."""
         super().__init__()
-        self.place = place
+        self.settings = settings
         self._kv = kv_format
         self.o_proj = output
         self.register_buffer("sinks", None)
@@ -82,13 +82,13 @@ class SelfAttention(Module):
     def _attended(
         self, x: Tensor, cache: Tensor, context: ForwardContext, final: FinalTokens | None
     ) -> Tensor:
-        place, step = self.place, context.step
-        part = step.others[place.group - 1] if place.group else step
-        rotated = None if place.rope is None else context.rotations[place.rope]
+        settings, step = self.settings, context.step
+        part = step.others[settings.group - 1] if settings.group else step
+        rotated = None if settings.rope is None else context.rotations[settings.rope]
         queries = self.write_and_query(x, cache, part.slots, rotated)
-        if place.is_tempered and context.temperatures is not None:
+        if settings.is_tempered and context.temperatures is not None:
             queries = (queries * context.temperatures).to(queries.dtype)
-        plan = part.plans[place.window]
+        plan = part.plans[settings.window]
         if final is not None:
             queries, plan = queries.index_select(0, final.tokens), final.plan
             if step.adapters is not None and context.adapters is not None:
@@ -113,7 +113,7 @@ class SelfAttention(Module):
             return
         assert context.image_attention is not None, "the model's images have plans of their own"
         own = queries.index_select(0, images.whole.queries)
-        plan = images.whole.plans[self.place.group][self.place.window]
+        plan = images.whole.plans[self.settings.group][self.settings.window]
         within = context.image_attention.attend(own, cache, plan)
         within = within.index_select(0, images.whole.computed)
         attended.index_copy_(0, images.tokens, within.to(attended.dtype))
@@ -125,7 +125,7 @@ class HeadProjections(SelfAttention):
     def __init__(
         self,
         spec: ModelSpec,
-        place: LayerPlace,
+        settings: LayerSettings,
         qkv: Rows,
         output: Rows,
         kv_format: KvFormat,
@@ -137,7 +137,7 @@ class HeadProjections(SelfAttention):
 
         Rotation and storing use a fused kernel if one supports the format.
         """
-        super().__init__(place, kv_format, output)
+        super().__init__(settings, kv_format, output)
         is_plain = isinstance(kv_format, PlainKv) and kv_format.dtype.itemsize == 2
         self._kernels = kernels if is_plain else None
         self.sinks = sinks
@@ -145,7 +145,7 @@ class HeadProjections(SelfAttention):
         self.qk_norm = qk_norm
         self._query_size = spec.query_size
         self._queries = (spec.num_heads, spec.head_dim)
-        self._kept = spec.kv_shape
+        self._kv_shape = spec.kv_shape
         self._rotated = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self._rotated_size = spec.query_size + spec.kv_size
 
@@ -169,7 +169,7 @@ class HeadProjections(SelfAttention):
             target.copy_(heads)
         qkv = qkv.to(self._kv.dtype)
         keys_values = qkv[:, self._query_size :]
-        self._kv.write(cache, slots, keys_values.view(tokens, *self._kept))
+        self._kv.write(cache, slots, keys_values.view(tokens, *self._kv_shape))
         return qkv[:, : self._query_size].view(tokens, *self._queries)
 
 
@@ -179,7 +179,7 @@ class LatentProjections(SelfAttention):
     def __init__(
         self,
         spec: ModelSpec,
-        place: LayerPlace,
+        settings: LayerSettings,
         inputs: Rows,
         *,
         queries: Rows | None,
@@ -198,12 +198,12 @@ class LatentProjections(SelfAttention):
             output: projects weighted sums of latents to states.
             kv_format: format of the KV cache.
         """
-        super().__init__(place, kv_format, output)
+        super().__init__(settings, kv_format, output)
         assert spec.latent is not None
         self._latent: LatentSpec = spec.latent
         self._heads = spec.num_heads
         self._width = spec.head_dim
-        self._kept = spec.kv_shape
+        self._kv_shape = spec.kv_shape
         self.qkv_a_proj = inputs
         self.q_b_proj = queries
         self.kv_a_norm = norm
@@ -215,18 +215,18 @@ class LatentProjections(SelfAttention):
         """Write latents and rotated keys; return queries for both."""
         assert rotated is not None, "a part of each head knows positions"
         spec, tokens, rank = self._latent, x.shape[0], self._latent.rank
-        made = self.qkv_a_proj(x)
-        first = made.shape[1] - rank - spec.rotated_size
-        query, latent, key = torch.split(made, [first, rank, spec.rotated_size], dim=1)
+        projected = self.qkv_a_proj(x)
+        first = projected.shape[1] - rank - spec.rotated_size
+        query, latent, key = torch.split(projected, [first, rank, spec.rotated_size], dim=1)
         if self.q_b_proj is not None:
             query = self.q_b_proj(query.contiguous())
         heads = query.view(tokens, self._heads, -1)
         plain, turned = torch.split(heads, [spec.plain_size, spec.rotated_size], dim=2)
         turned = rotate(torch.cat((turned, key.unsqueeze(1)), dim=1), *rotated)
-        kept = x.new_empty(tokens, self._width, dtype=self._kv.dtype)
-        kept[:, :rank] = self.kv_a_norm(latent.contiguous())
-        kept[:, rank:] = turned[:, -1]
-        self._kv.write(cache, slots, kept.view(tokens, *self._kept))
+        entries = x.new_empty(tokens, self._width, dtype=self._kv.dtype)
+        entries[:, :rank] = self.kv_a_norm(latent.contiguous())
+        entries[:, rank:] = turned[:, -1]
+        self._kv.write(cache, slots, entries.view(tokens, *self._kv_shape))
         queries = x.new_empty(tokens, self._heads, self._width, dtype=self._kv.dtype)
         queries[..., :rank] = self.k_b_proj(plain.flatten(1)).view(tokens, self._heads, rank)
         queries[..., rank:] = turned[:, :-1]

@@ -78,9 +78,9 @@ def by_shape(
     for key in np.unique(shape):
         members = short[shape == key]
         scores = counts[members].max() * num_blocks[members].max() * rows.block_size * heads_per_kv
-        most = max(1, _MAX_SCORES // int(scores))
-        for first in range(0, len(members), most):
-            yield members[first : first + most]
+        max_members = max(1, _MAX_SCORES // int(scores))
+        for first in range(0, len(members), max_members):
+            yield members[first : first + max_members]
 
 
 def by_length(members: IntArray, lengths: IntArray) -> Iterator[IntArray]:

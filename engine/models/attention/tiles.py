@@ -90,5 +90,5 @@ def num_splits(programs: int, max_keys: int, keys_at_once: int, multiprocessors:
         keys_at_once: see `TileShape`; each split gets at least twice this.
         multiprocessors: multiprocessors of the device.
     """
-    wanted = -(-_PROGRAMS_EACH * multiprocessors // programs)
-    return max(1, min(MAX_SPLITS, wanted, max_keys // (2 * keys_at_once)))
+    target = -(-_PROGRAMS_EACH * multiprocessors // programs)
+    return max(1, min(MAX_SPLITS, target, max_keys // (2 * keys_at_once)))

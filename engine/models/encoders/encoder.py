@@ -73,7 +73,7 @@ class EncoderLayer(Module):
         num_heads: int,
         norm_first: bool,
         rotary: int | None = None,
-        reach: int | None = None,
+        max_distance: int | None = None,
         grouping: int = 0,
     ) -> None:
         """Initialize from the modules.
@@ -95,7 +95,7 @@ class EncoderLayer(Module):
         self.grouping = grouping
         self._num_heads = num_heads
         self._norm_first = norm_first
-        self._reach = reach
+        self._max_distance = max_distance
 
     def forward(self, x: Tensor, groups: list[SequenceGroup], rotated: Rotation | None) -> Tensor:
         """Return the next states of tokens, both [tokens, hidden]."""
@@ -118,7 +118,7 @@ class EncoderLayer(Module):
             end = group.first + group.count * group.length
             parts = qkv[group.first : end].view(group.count, group.length, 3, heads, -1)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-            result = _attention(queries, keys, values, self._reach)
+            result = _attention(queries, keys, values, self._max_distance)
             target = attended[group.first : end].view(group.count, group.length, heads, -1)
             target.copy_(result.transpose(1, 2))
         return self.output(attended)
@@ -189,15 +189,15 @@ class Encoder(Module, finds_hooks=True):
         return states
 
 
-def _attention(queries: Tensor, keys: Tensor, values: Tensor, reach: int | None) -> Tensor:
-    """Attend within sequences [count, heads, length, head_dim], up to `reach` on each side."""
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, max_distance: int | None) -> Tensor:
+    """Attend within sequences [count, heads, length, head_dim], `max_distance` on each side."""
     length = queries.shape[2]
-    if reach is None or length <= reach + 1:
+    if max_distance is None or length <= max_distance + 1:
         return F.scaled_dot_product_attention(queries, keys, values)
     results = []
     for first in range(0, length, _BLOCK):
         end = min(first + _BLOCK, length)
-        low, high = max(0, first - reach), min(length, end + reach)
+        low, high = max(0, first - max_distance), min(length, end + max_distance)
         rows = torch.arange(first, end, device=queries.device).unsqueeze(1)
         columns = torch.arange(low, high, device=queries.device)
         results.append(
@@ -205,7 +205,7 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, reach: int | None)
                 queries[:, :, first:end],
                 keys[:, :, low:high],
                 values[:, :, low:high],
-                attn_mask=(rows - columns).abs() <= reach,
+                attn_mask=(rows - columns).abs() <= max_distance,
             )
         )
     return torch.cat(results, dim=2)

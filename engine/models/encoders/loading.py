@@ -89,12 +89,12 @@ def _type(settings: ModelConfig, stored: torch.dtype, device: torch.device) -> t
 
 
 def _longest(positions: int, settings: ModelConfig, pooling: PoolingSpec) -> int:
-    wanted = settings.max_model_len
-    if wanted is None:
+    requested = settings.max_model_len
+    if requested is None:
         return min(positions, pooling.max_length or positions)
-    if wanted > positions:
+    if requested > positions:
         raise UnsupportedModel(
-            f"--max-model-len {wanted} is more than the {positions} positions that the model was "
-            "made for"
+            f"--max-model-len {requested} is more than the {positions} positions that the model "
+            "was made for"
         )
-    return wanted
+    return requested

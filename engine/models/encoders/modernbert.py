@@ -51,16 +51,16 @@ def load(config: Config, build: Builder) -> Encoder:
 
 def _thetas(config: Config) -> tuple[float, float]:
     """Return the rotary bases of full-attention layers and of local ones."""
-    given = config.get("rope_parameters") or {}
-    whole = (given.get("full_attention") or {}).get("rope_theta")
-    local = (given.get("sliding_attention") or {}).get("rope_theta")
+    parameters = config.get("rope_parameters") or {}
+    global_theta = (parameters.get("full_attention") or {}).get("rope_theta")
+    local = (parameters.get("sliding_attention") or {}).get("rope_theta")
     return (
-        whole or number(config, "global_rope_theta", 160000.0),
+        global_theta or number(config, "global_rope_theta", 160000.0),
         local or number(config, "local_rope_theta", 10000.0),
     )
 
 
-def _sees_all(config: Config, index: int) -> bool:
+def _is_global(config: Config, index: int) -> bool:
     kinds = config.get("layer_types")
     if kinds is not None:
         return bool(kinds[index] == "full_attention")
@@ -72,7 +72,7 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
     eps, prefix = number(config, "norm_eps", 1e-5), f"layers.{index}."
     norm_bias = bool(config.get("norm_bias"))
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    whole = _sees_all(config, index)
+    is_global = _is_global(config, index)
     return EncoderLayer(
         qkv=build.linear(f"{prefix}attn.Wqkv", rows=3 * hidden, width=hidden, bias=attention_bias),
         output=build.linear(f"{prefix}attn.Wo", rows=hidden, width=hidden, bias=attention_bias),
@@ -89,8 +89,8 @@ def _layer(config: Config, build: Builder, index: int) -> EncoderLayer:
         mlp_norm=build.norm(f"{prefix}mlp_norm", hidden, eps, bias=norm_bias),
         num_heads=integer(config, "num_attention_heads"),
         norm_first=True,
-        rotary=0 if whole else 1,
-        reach=None if whole else int(config.get("local_attention") or 128) // 2,
+        rotary=0 if is_global else 1,
+        max_distance=None if is_global else int(config.get("local_attention") or 128) // 2,
     )
 
 

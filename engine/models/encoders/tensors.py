@@ -63,15 +63,15 @@ class StoredTensors:
         Raises:
             CheckpointError: there are others.
         """
-        left = [
+        unread = [
             name
             for name in sorted(self._left)
             if not name.removeprefix(self._prefix).startswith(ignored)
         ]
-        if left:
+        if unread:
             raise CheckpointError(
                 f"the weights in {self._directory} do not fit the model's config: unexpected "
-                f"{some(left)}"
+                f"{some(unread)}"
             )
 
     def fingerprint(self) -> str:

@@ -139,8 +139,8 @@ class AttentionCalls:
         kv = self._kv
         assert attention is not None, "how to attend is known after the trial"
         assert kv is not None
-        kept = [self._heads(each).to(kv.dtype) for each in (key, value)]
-        kv.write(cache, tokens.slots, torch.stack(kept, dim=1))
+        entries = [self._heads(each).to(kv.dtype) for each in (key, value)]
+        kv.write(cache, tokens.slots, torch.stack(entries, dim=1))
         queries = self._heads(query)
         if call.scale != self._scale:
             queries = queries * (call.scale / self._scale)

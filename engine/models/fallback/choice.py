@@ -41,7 +41,7 @@ def check_fallback(config: EngineConfig) -> None:
         UnsupportedModel: names the settings.
     """
     parallel = config.parallel
-    asked = {
+    requested = {
         "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
@@ -50,7 +50,7 @@ def check_fallback(config: EngineConfig) -> None:
         "--quantization": config.model.quantization is not None,
         "a GGUF file": is_gguf(config.model.model),
     }
-    refused = [name for name, is_asked in asked.items() if is_asked]
+    refused = [name for name, is_asked in requested.items() if is_asked]
     if refused:
         raise UnsupportedModel(
             f"{', '.join(refused)}: not for models computed by transformers "

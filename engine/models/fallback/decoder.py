@@ -30,8 +30,8 @@ class TransformersModel:
         self.core: Any = _core(model)
         """The submodule that maps tokens to states."""
         self._states_of = self.core.forward
-        self._given: Tensor | None = None
-        self._made_of: type | None = None
+        self._given_states: Tensor | None = None
+        self._output_type: type | None = None
         self.core.forward = self._forward
 
     @property
@@ -41,28 +41,30 @@ class TransformersModel:
 
     def states(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
         """Return states [tokens, hidden] of tokens; without positions, of a whole sequence."""
-        told = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
-        out = self.core(input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **told)
-        self._made_of = type(out)
+        options = {} if positions is None else {"position_ids": positions.unsqueeze(0)}
+        out = self.core(
+            input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **options
+        )
+        self._output_type = type(out)
         states: Tensor = out[0]
         return states[0]
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [rows, vocab] of states [rows, hidden]; call `states` before."""
-        assert self._made_of is not None, "states come first"
-        self._given = states.unsqueeze(0)
+        assert self._output_type is not None, "states come first"
+        self._given_states = states.unsqueeze(0)
         try:
             tokens = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
             logits: Tensor = self.whole(input_ids=tokens, use_cache=False, return_dict=True).logits
         finally:
-            self._given = None
+            self._given_states = None
         return logits[0]
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
-        if self._given is None:
+        if self._given_states is None:
             return self._states_of(*arguments, **options)
-        assert self._made_of is not None
-        return self._made_of(last_hidden_state=self._given)
+        assert self._output_type is not None
+        return self._output_type(last_hidden_state=self._given_states)
 
 
 def _core(model: Any) -> nn.Module:

@@ -52,7 +52,7 @@ def load_fallback(
     settings: ModelConfig,
     device: torch.device,
     groups: Callable[[ModelSpec], CacheGroups] | None = None,
-    kept: KvCacheDtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> LoadedFallback:
     """Load a model with transformers, test it, and connect it to the paged KV cache.
 
@@ -61,7 +61,7 @@ def load_fallback(
         settings: settings of the model.
         device: device the model runs on.
         groups: assigns layers to cache groups; default: one group.
-        kept: storage format of the KV cache.
+        kv_cache_dtype: storage format of the KV cache.
 
     Raises:
         UnsupportedModel: transformers is not installed or has no class that can be served.
@@ -87,17 +87,17 @@ def load_fallback(
     ends = end_token_ids(directory, raw, read_generation(directory))
     try:
         with torch.inference_mode():
-            decoder = _try(loaded, raw, ends, config, device, kept)
+            decoder = _try(loaded, raw, ends, config, device, kv_cache_dtype)
     except (CannotAttend, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(name, str(error)) from error
     if groups is not None:
         decoder = decoder.grouped(groups(decoder.spec))
-    asked = settings.model_impl == "transformers"
+    is_requested = settings.model_impl == "transformers"
     logger.info(
         "%s is computed by transformers %s (%s): %d attention layers over the paged KV cache",
         name,
         transformers.__version__,
-        "--model-impl transformers" if asked else "no built-in family",
+        "--model-impl transformers" if is_requested else "no built-in family",
         decoder.spec.num_layers,
     )
     return LoadedFallback(decoder, _fingerprint(directory, settings))
@@ -109,7 +109,7 @@ def _try(
     ends: tuple[int, ...],
     config: Any,
     device: torch.device,
-    kept: KvCacheDtype,
+    kv_cache_dtype: KvCacheDtype,
 ) -> FallbackDecoder:
     """Record how a model attends, and check that the paged KV cache gives the same results.
 
@@ -135,7 +135,7 @@ def _try(
     with narrow_windows(loaded):
         check_parts(decoder(exact), model, loaded, tokens)
     # Checked with exact types: rounding would hide real differences.
-    return decoder(exact._replace(kept=kept))
+    return decoder(exact._replace(kv_cache_dtype=kv_cache_dtype))
 
 
 def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig) -> Any:

@@ -89,8 +89,8 @@ def check_parts(
     for starts, ends in pairwise(_ENDS):
         found.append(decoder(_step(decoder, sequences, starts, ends, blocks), cache))
         expected += [states[start] for states, start in zip(whole, starts, strict=True)]
-    states, wanted = torch.cat(found).float(), torch.stack(expected).float()
-    difference = (states - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
+    states, reference = torch.cat(found).float(), torch.stack(expected).float()
+    difference = (states - reference).norm(dim=1) / reference.norm(dim=1).clamp(min=1e-6)
     if not float(difference.median()) < _MAX_DIFFERENCE.get(decoder.dtype, _MAX_ROUNDED):
         raise CannotAttend("its results in chunks and batches differ from those of whole sequences")
 

@@ -62,33 +62,33 @@ class Config(dict[str, Any]):
         self.read_keys.add(key)
         return super().__getitem__(key)
 
-    def but(self, **changes: Any) -> "Config":
+    def replaced(self, **changes: Any) -> "Config":
         """Return a config with changed values that shares the record of read keys."""
         return Config({**self, **changes}, self.read_keys)
 
 
-def with_defaults(architecture: str, given: dict[str, Any]) -> Config:
+def with_defaults(architecture: str, stored: dict[str, Any]) -> Config:
     """Return a config with aliases resolved, over the defaults of the class."""
-    known = _known(architecture, given)
+    known = _known(architecture, stored)
     aliases = known["aliases"]
-    return Config(known["keys"] | {aliases.get(key, key): value for key, value in given.items()})
+    return Config(known["keys"] | {aliases.get(key, key): value for key, value in stored.items()})
 
 
 def check_unread(
-    architecture: str, given: dict[str, Any], config: Config, ignored: tuple[str, ...]
+    architecture: str, stored: dict[str, Any], config: Config, ignored: tuple[str, ...]
 ) -> None:
     """Warn about keys that nothing has read.
 
     Args:
-        given: the part of config.json that describes the text model.
+        stored: the part of config.json that describes the text model.
         config: the same, after the family has read its keys.
         ignored: keys that the class of transformers does not read either.
 
     Raises:
         UnsupportedModel: such a key changes what the model computes.
     """
-    known, unknown = _known(architecture, given), []
-    for name in given:
+    known, unknown = _known(architecture, stored), []
+    for name in stored:
         key = known["aliases"].get(name, name)
         if key in config.read_keys or key in HARMLESS or key in ignored:
             continue
@@ -96,9 +96,9 @@ def check_unread(
             unknown.append(name)
             continue
         default = known["keys"][key]
-        if given[name] != default and (given[name] or default):
+        if stored[name] != default and (stored[name] or default):
             raise UnsupportedModel(
-                f"config.json: {name} {given[name]!r} is not supported for {architecture}, "
+                f"config.json: {name} {stored[name]!r} is not supported for {architecture}, "
                 f"only {default!r}"
             )
     if unknown:
@@ -115,9 +115,9 @@ def _warn(architecture: str, names: str) -> None:
     )
 
 
-def _known(architecture: str, given: dict[str, Any]) -> dict[str, Any]:
+def _known(architecture: str, stored: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the class of a text model, and their aliases."""
-    kind = given.get("model_type")
+    kind = stored.get("model_type")
     if architecture == "Mistral3ForConditionalGeneration":
         name = "Ministral3ForCausalLM" if kind == "ministral3" else "MistralForCausalLM"
     elif kind in _classes():

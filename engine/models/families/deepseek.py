@@ -62,7 +62,7 @@ def _v2_experts(config: Config) -> MoeSpec:
     if config.get("norm_topk_prob"):
         raise UnsupportedModel("config.json: norm_topk_prob is not supported for DeepSeek V2")
     groups = {} if method != "greedy" else {"n_group": 1, "topk_group": 1}
-    moe = grouped_experts(config.but(**groups), best_of_group=1)
+    moe = grouped_experts(config.replaced(**groups), best_of_group=1)
     return replace(moe, scoring="softmax", has_correction=False)
 
 

@@ -11,7 +11,7 @@ from engine.models.weights import Shape, Source, WeightMap, weight_map
 
 def _spec(config: Config) -> ModelSpec:
     has_bias = bool(config.get("use_bias"))
-    config = config.but(attention_bias=has_bias, mlp_bias=has_bias)
+    config = config.replaced(attention_bias=has_bias, mlp_bias=has_bias)
     spec = llama_spec(config, rope=read_rope(config, interleaved=True))
     if config["architectures"][0] == "Ernie4_5ForCausalLM":
         return spec

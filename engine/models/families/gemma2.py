@@ -43,7 +43,7 @@ def gemma_spec(config: Config, rope: RopeSpec) -> ModelSpec:
         raise UnsupportedModel("config.json: use_bidirectional_attention is not supported")
     # Older configs have a wrong activation under `hidden_act`.
     activation = read_activation(config, "hidden_activation")
-    spec = llama_spec(config.but(hidden_act="silu"), rope=rope)
+    spec = llama_spec(config.replaced(hidden_act="silu"), rope=rope)
     return replace(
         spec,
         block="around",

@@ -32,28 +32,28 @@ _VISION_DEFAULTS: dict[str, Any] = {
 
 def _spec(config: Config) -> ModelSpec:
     windows = layer_windows(config, pattern=config.get("sliding_window_pattern") or 6)
-    whole, local = layered_ropes(config)
+    full, local = layered_ropes(config)
     return replace(
-        gemma_spec(config, whole),
+        gemma_spec(config, full),
         qk_norm="head",
         windows=windows,
-        ropes=tuple(whole if window is None else local for window in windows),
+        ropes=tuple(full if window is None else local for window in windows),
         logits_softcap=cap(config, "final_logit_softcapping"),
         vision=_vision(config),
     )
 
 
 def _vision(config: Config) -> SiglipSpec | None:
-    own = config.get("vision_config")
-    if own is None:
+    vision_config = config.get("vision_config")
+    if vision_config is None:
         return None
-    given = {**_VISION_DEFAULTS, **own}
-    size, patch = integer(given, "image_size"), integer(given, "patch_size")
+    values = {**_VISION_DEFAULTS, **vision_config}
+    size, patch = integer(values, "image_size"), integer(values, "patch_size")
     tokens = integer({"mm_tokens_per_image": 256, **config}, "mm_tokens_per_image")
     side = isqrt(tokens)
     token = config.get("image_token_index", config.get("image_token_id", 262144))
     spec = siglip_spec(
-        given,
+        values,
         token_id=integer({"image_token_index": token}, "image_token_index"),
         scale_factor=max(1, size // patch // side),
         is_gemma=True,

@@ -25,7 +25,7 @@ def _spec(config: Config) -> ModelSpec:
     share = config.get("partial_rotary_factor")
     if share is None and config.get("rotary_dim") is not None:
         share = number(config, "rotary_dim", 0) / integer(config, "head_dim")
-    spec = llama_spec(config, rope=read_rope(config.but(partial_rotary_factor=share)))
+    spec = llama_spec(config, rope=read_rope(config.replaced(partial_rotary_factor=share)))
     spec = expert_layers(spec, config, scoring="sigmoid", has_correction=True)
     return replace(spec, qk_norm="width")
 

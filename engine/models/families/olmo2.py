@@ -18,10 +18,10 @@ _NAMES = {
 def _spec(config: Config) -> ModelSpec:
     if config["architectures"] != ["Olmo3ForCausalLM"]:
         return replace(llama_spec(config), block="after", qk_norm="width")
-    whole, local = layered_ropes(config)
+    full, local = layered_ropes(config)
     windows = layer_windows(config, pattern=4)
-    ropes = tuple(whole if window is None else local for window in windows)
-    spec = llama_spec(config, rope=whole)
+    ropes = tuple(full if window is None else local for window in windows)
+    spec = llama_spec(config, rope=full)
     return replace(spec, block="after", qk_norm="width", windows=windows, ropes=ropes)
 
 

@@ -13,7 +13,7 @@ from engine.models.spec import ModelSpec
 def _spec(config: Config) -> ModelSpec:
     scaling = config.get("rope_scaling")
     if scaling is not None and scaling.get("type") == "yarn":  # early versions' name of LongRoPE
-        config = config.but(rope_scaling={**scaling, "type": "longrope"})
+        config = config.replaced(rope_scaling={**scaling, "type": "longrope"})
     spec = llama_spec(config, rope=read_rope(config))
     return replace(spec, windows=uniform_windows(config))
 

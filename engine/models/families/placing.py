@@ -108,8 +108,8 @@ def stacked_experts(
     def place(name: str, shape: Shape) -> Source:
         if ".experts." not in name:
             return Source(name=stored_name(name, names), shape=shape)
-        block, _, place = name.partition(".experts.")
-        number, part, kind = place.split(".")
+        block, _, rest = name.partition(".experts.")
+        number, part, kind = rest.split(".")
         is_down, is_bias = part == "down_proj", kind == "bias"
         outputs, inputs = (hidden, inner) if is_down else (2 * inner, hidden)
         weight = (inputs, outputs) if is_transposed else (outputs, inputs)

@@ -19,7 +19,7 @@ def qwen_windows(config: Config) -> tuple[int | None, ...]:
     layers, first = integer(config, "num_hidden_layers"), config.get("max_window_layers")
     window, kinds = switched_window(config), config.get("layer_types")
     if kinds is not None:
-        return layer_windows(config.but(sliding_window=window))
+        return layer_windows(config.replaced(sliding_window=window))
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
@@ -49,7 +49,7 @@ def _qwen_3_moe(config: Config) -> ModelSpec:
         spec,
         intermediate_size=0 if all(moe.layers) else spec.intermediate_size,
         qk_norm="head",
-        windows=uniform_windows(config.but(sliding_window=switched_window(config))),
+        windows=uniform_windows(config.replaced(sliding_window=switched_window(config))),
         moe=moe,
     )
 

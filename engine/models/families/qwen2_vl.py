@@ -54,68 +54,68 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _rope(config: Config) -> RopeSpec:
-    given = dict(rope_parameters(config))
+    parameters = dict(rope_parameters(config))
     for key in ("rope_type", "type"):
-        if given.get(key) == "mrope":
-            given[key] = "default"
-    sections = tuple(given.get("mrope_section") or (16, 24, 24))
+        if parameters.get(key) == "mrope":
+            parameters[key] = "default"
+    sections = tuple(parameters.get("mrope_section") or (16, 24, 24))
     if len(sections) != 3:
         raise UnsupportedModel(f"config.json: mrope_section {sections} must be three numbers")
-    rope = read_rope(config.but(rope_scaling=None, rope_parameters=given))
+    rope = read_rope(config.replaced(rope_scaling=None, rope_parameters=parameters))
     return replace(rope, sections=sections)
 
 
 def _vision(config: Config, text_size: int) -> QwenVisionSpec | None:
-    own = config.get("vision_config")
-    if own is None:
+    vision_config = config.get("vision_config")
+    if vision_config is None:
         return None
     is_first = config["architectures"] == ["Qwen2VLForConditionalGeneration"]
-    given = _of_first(own) if is_first else {**_VISION_DEFAULTS, **own}
-    if given.get("in_channels", given.get("in_chans", 3)) != 3:
+    values = _of_first(vision_config) if is_first else {**_VISION_DEFAULTS, **vision_config}
+    if values.get("in_channels", values.get("in_chans", 3)) != 3:
         raise UnsupportedModel("config.json: in_channels of vision_config must be 3")
     spec = QwenVisionSpec(
         token_id=integer(
             {"image_token_id": config.get("image_token_id", 151655)}, "image_token_id"
         ),
-        patch_size=integer(given, "patch_size"),
-        scale_factor=integer(given, "spatial_merge_size"),
-        hidden_size=integer(given, "hidden_size"),
-        intermediate_size=integer(given, "intermediate_size"),
-        num_layers=integer(given, "depth"),
-        num_heads=integer(given, "num_heads"),
-        activation=given["hidden_act"],
+        patch_size=integer(values, "patch_size"),
+        scale_factor=integer(values, "spatial_merge_size"),
+        hidden_size=integer(values, "hidden_size"),
+        intermediate_size=integer(values, "intermediate_size"),
+        num_layers=integer(values, "depth"),
+        num_heads=integer(values, "num_heads"),
+        activation=values["hidden_act"],
         eps=_EPS,
         is_first=is_first,
-        frames=integer(given, "temporal_patch_size"),
-        window_size=integer(given, "window_size"),
-        whole_layers=tuple(given["fullatt_block_indexes"]),
-        theta=float((given.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
+        frames=integer(values, "temporal_patch_size"),
+        window_size=integer(values, "window_size"),
+        full_attention_layers=tuple(values["fullatt_block_indexes"]),
+        theta=float((values.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
     )
     if spec.window_size < spec.token_side:
         raise UnsupportedModel(
             f"config.json: window_size {spec.window_size} is less than patch_size "
             f"{spec.patch_size} times spatial_merge_size {spec.scale_factor}"
         )
-    if given["out_hidden_size"] != text_size:
+    if values["out_hidden_size"] != text_size:
         key = "hidden_size" if is_first else "out_hidden_size"
         raise UnsupportedModel(
-            f"config.json: {key} {given['out_hidden_size']} of vision_config is not the text "
+            f"config.json: {key} {values['out_hidden_size']} of vision_config is not the text "
             f"model's hidden_size {text_size}"
         )
     return spec
 
 
-def _of_first(own: dict[str, Any]) -> dict[str, Any]:
+def _of_first(vision_config: dict[str, Any]) -> dict[str, Any]:
     """Convert a Qwen2-VL `vision_config` to the keys of Qwen2.5-VL."""
-    given = {**_FIRST_DEFAULTS, **own}
-    width = integer(given, "embed_dim")
+    values = {**_FIRST_DEFAULTS, **vision_config}
+    width = integer(values, "embed_dim")
     return {
-        **given,
+        **values,
         "hidden_size": width,
-        "intermediate_size": int(width * given["mlp_ratio"]),
-        "out_hidden_size": given["hidden_size"],
+        "intermediate_size": int(width * values["mlp_ratio"]),
+        "out_hidden_size": values["hidden_size"],
         "window_size": 1 << 20,  # larger than any image
-        "fullatt_block_indexes": range(integer(given, "depth")),
+        "fullatt_block_indexes": range(integer(values, "depth")),
     }
 
 

@@ -72,30 +72,30 @@ def llama_spec(config: Config, *, rope: RopeSpec | None = None) -> ModelSpec:
 
 
 def siglip_spec(
-    given: dict[str, Any], *, token_id: int, scale_factor: int, is_gemma: bool = False
+    vision_config: dict[str, Any], *, token_id: int, scale_factor: int, is_gemma: bool = False
 ) -> SiglipSpec:
     """Return the spec of a SigLIP vision encoder.
 
     Args:
-        given: config.json's `vision_config`, with the defaults of its class.
+        vision_config: config.json's `vision_config`, with the defaults of its class.
         token_id, scale_factor, is_gemma: see `SiglipSpec`.
 
     Raises:
         UnsupportedModel: images do not have three channels, or a value is invalid.
     """
-    if given["num_channels"] != 3:
+    if vision_config["num_channels"] != 3:
         raise UnsupportedModel("config.json: num_channels of vision_config must be 3")
     return SiglipSpec(
         token_id=token_id,
-        image_size=integer(given, "image_size"),
-        patch_size=integer(given, "patch_size"),
+        image_size=integer(vision_config, "image_size"),
+        patch_size=integer(vision_config, "patch_size"),
         scale_factor=scale_factor,
-        hidden_size=integer(given, "hidden_size"),
-        intermediate_size=integer(given, "intermediate_size"),
-        num_layers=integer(given, "num_hidden_layers"),
-        num_heads=integer(given, "num_attention_heads"),
-        activation=given["hidden_act"],
-        eps=number(given, "layer_norm_eps", 1e-6),
+        hidden_size=integer(vision_config, "hidden_size"),
+        intermediate_size=integer(vision_config, "intermediate_size"),
+        num_layers=integer(vision_config, "num_hidden_layers"),
+        num_heads=integer(vision_config, "num_attention_heads"),
+        activation=vision_config["hidden_act"],
+        eps=number(vision_config, "layer_norm_eps", 1e-6),
         is_gemma=is_gemma,
     )
 
@@ -274,10 +274,10 @@ def read_rope(
     Raises:
         UnsupportedModel: the decoder does not support it.
     """
-    given = rope_parameters(config)
+    parameters = rope_parameters(config)
     if layer_type is not None:
-        given = given.get(layer_type) or {}
-    return _rope(config, given, config.get("rope_theta"), interleaved)
+        parameters = parameters.get(layer_type) or {}
+    return _rope(config, parameters, config.get("rope_theta"), interleaved)
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
@@ -299,31 +299,34 @@ def layered_ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
             "config.json: rope_parameters must name full_attention and sliding_attention"
         )
     # The top-level length only applies to parameters shared by all layers.
-    config = config.but(original_max_position_embeddings=None)
+    config = config.replaced(original_max_position_embeddings=None)
     # Older configs only stretch full-attention layers.
-    whole = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    full = {**(stated.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
     local = stated.get("sliding_attention") or {}
     return (
-        _rope(config, whole, config.get("rope_theta")),
+        _rope(config, full, config.get("rope_theta")),
         _rope(config, local, config.get("rope_local_base_freq")),
     )
 
 
 def _rope(
-    config: Config, given: dict[str, Any], theta: float, interleaved: bool = False
+    config: Config, parameters: dict[str, Any], theta: float, interleaved: bool = False
 ) -> RopeSpec:
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind not in _ROPE_KINDS:
         raise UnsupportedModel(
             f"config.json: rope type {kind!r} is not supported; supported are: "
             + ", ".join(_ROPE_KINDS)
         )
-    known = {key: given[key] for key in _ROPE_KEYS[kind] if given.get(key) is not None}
-    own, share = config.get("original_max_position_embeddings"), config.get("partial_rotary_factor")
+    known = {key: parameters[key] for key in _ROPE_KEYS[kind] if parameters.get(key) is not None}
+    original, share = (
+        config.get("original_max_position_embeddings"),
+        config.get("partial_rotary_factor"),
+    )
     longest = integer(config, "max_position_embeddings")
     # The top-level length takes precedence, as in transformers.
-    original = own or given.get("original_max_position_embeddings") or longest
+    original = original or parameters.get("original_max_position_embeddings") or longest
     if "factor" not in known and kind in ("yarn", "longrope"):
         known["factor"] = longest / original
     if "factor" not in known and kind != "default":
@@ -332,10 +335,10 @@ def _rope(
         rope = msgspec.convert(
             {
                 **known,
-                "theta": given.get("rope_theta") or theta,
+                "theta": parameters.get("rope_theta") or theta,
                 "kind": kind,
                 "interleaved": interleaved,
-                "share": given.get("partial_rotary_factor") or share or 1.0,
+                "share": parameters.get("partial_rotary_factor") or share or 1.0,
                 "original_max_position_embeddings": original,
             },
             RopeSpec,

@@ -35,12 +35,12 @@ def _spec(config: Config) -> ModelSpec:
 
 
 def _vision(config: Config) -> SiglipSpec | None:
-    own = config.get("vision_config")
-    if own is None:
+    vision_config = config.get("vision_config")
+    if vision_config is None:
         return None
-    given = {**_VISION_DEFAULTS, **own}
+    values = {**_VISION_DEFAULTS, **vision_config}
     spec = siglip_spec(
-        given,
+        values,
         token_id=integer({"image_token_id": 128257, **config}, "image_token_id"),
         scale_factor=integer({"scale_factor": 2, **config}, "scale_factor"),
     )

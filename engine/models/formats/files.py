@@ -194,8 +194,8 @@ def _sample(tensor: Tensor) -> npt.NDArray[np.uint8]:
     if len(flat) <= _WHOLE_BYTES:
         return flat
     chunks = max(_MIN_CHUNKS, len(flat) // _APART_BYTES)
-    apart = (len(flat) - _CHUNK_BYTES) // (chunks - 1)
+    stride = (len(flat) - _CHUNK_BYTES) // (chunks - 1)
     sampled = np.lib.stride_tricks.as_strided(
-        flat[: (chunks - 1) * apart + _CHUNK_BYTES], (chunks, _CHUNK_BYTES), (apart, 1)
+        flat[: (chunks - 1) * stride + _CHUNK_BYTES], (chunks, _CHUNK_BYTES), (stride, 1)
     )
     return np.concatenate((sampled.reshape(-1), flat[-_CHUNK_BYTES:]))

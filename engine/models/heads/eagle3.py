@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.models.attention.choice import attention_of
-from engine.models.attention.projections import HeadProjections, LayerPlace
+from engine.models.attention.projections import HeadProjections, LayerSettings
 from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families.config import with_defaults
@@ -113,15 +113,15 @@ def _tapped(config: dict[str, Any], target: ModelSpec) -> tuple[int, ...]:
     states after one layer, so a first number of one implies named layers.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    given = config.get(key) or (config.get("eagle_config") or {}).get(key)
+    configured = config.get(key) or (config.get("eagle_config") or {}).get(key)
     layers = target.num_layers
-    if given is None:
-        given = [2, layers // 2, layers - 3]
-    numbers = given if isinstance(given, list) else []
-    taken = tuple(number + (given[0] == 1) for number in numbers if isinstance(number, int))
+    if configured is None:
+        configured = [2, layers // 2, layers - 3]
+    numbers = configured if isinstance(configured, list) else []
+    taken = tuple(number + (configured[0] == 1) for number in numbers if isinstance(number, int))
     if len(taken) != _NUM_TAPPED or not 0 <= taken[0] < taken[1] < taken[2] < layers:
         raise UnsupportedModel(
-            f"{key} of the draft head does not match a model of {layers} layers: {given}"
+            f"{key} of the draft head does not match a model of {layers} layers: {configured}"
         )
     return taken
 
@@ -277,7 +277,7 @@ def _layer(
         attention_norm=enter.beside,
         self_attn=HeadProjections(
             spec,
-            LayerPlace(window=None, rope=0),
+            LayerSettings(window=None, rope=0),
             qkv=products.linear(*(f"{name}.weight" for name in names), bias=qkv_bias),
             output=products.linear(prefix + "o_proj.weight", bias=output_bias),
             kv_format=types.kv_format,

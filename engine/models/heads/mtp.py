@@ -132,7 +132,7 @@ def _lm_head(
     if not checkpoint.has(name):
         return target.logits
     if not target.spec.tie_word_embeddings:
-        own, others = checkpoint.tensor(name), checkpoint.tensor("lm_head.weight")
-        if torch.equal(own, others):
+        weight, target_weight = checkpoint.tensor(name), checkpoint.tensor("lm_head.weight")
+        if torch.equal(weight, target_weight):
             return target.logits
     return products.linear(name)

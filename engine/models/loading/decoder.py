@@ -15,7 +15,7 @@ from engine.models.attention.projections import (
     HeadProjections,
     HeadwiseProduct,
     LatentProjections,
-    LayerPlace,
+    LayerSettings,
     SelfAttention,
 )
 from engine.models.attention.rotary import Rotary, rotary_table, temperatures
@@ -32,14 +32,19 @@ from engine.models.layers import (
     unit_norm,
 )
 from engine.models.loading.invariance import require_batch_invariance
-from engine.models.loading.mlps import GroupPlace, MlpLoader
+from engine.models.loading.mlps import GroupPosition, MlpLoader
 from engine.models.loading.products import ProductLoader, Quantization
 from engine.models.module import Rows
 from engine.models.parallel.balance import ExpertBalance
-from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.parallel.experts import DistributedExperts, ExpertGroup
 from engine.models.parallel.sharded_state import ShardedState
 from engine.models.parallel.stages import Stage
-from engine.models.parallel.tensors import Cut, CutCheckpoint, CutEmbedding, CutHead
+from engine.models.parallel.tensors import (
+    ShardedCheckpoint,
+    TensorSharding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from engine.models.products.blocked import BlockedLinear
 from engine.models.products.dense import DenseLinear
 from engine.models.products.int4 import require_int4
@@ -58,14 +63,14 @@ class Shard(NamedTuple):
     """The other processes, on rank 0."""
 
 
-class AdapterRoom(NamedTuple):
+class AdapterCapacity(NamedTuple):
     """The maximum number of adapters in one step, and their maximum rank."""
 
     num_slots: int
     rank: int
 
     @classmethod
-    def of(cls, config: LoraConfig) -> "AdapterRoom | None":
+    def of(cls, config: LoraConfig) -> "AdapterCapacity | None":
         """Return the configured room; None without adapters."""
         return cls(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
@@ -85,20 +90,20 @@ class DecoderLoader:
         types: ComputeTypes,
         device: torch.device,
         max_model_len: int,
-        place: GroupPlace | None = None,
+        in_group: GroupPosition | None = None,
         shard: Shard | None = None,
         stage: Stage | None = None,
         quantization: Quantization | None = None,
         batch_invariant: bool = False,
-        adapters: AdapterRoom | None = None,
+        adapters: AdapterCapacity | None = None,
         balance: ExpertBalance | None = None,
         kernels: FusedKernels | None = None,
         first_key: int = 0,
     ) -> None:
-        """Prepare to load the whole model, only `place`'s experts, only `shard`'s part, or both.
+        """Prepare to load the whole model, only `in_group`'s experts, only `shard`'s part, or both.
 
         A pipeline `stage` restricts any of these to its own layers. `balance` specifies the experts
-        of `place`, if not an even share. With fused `kernels`, kernels also compute products where
+        of `in_group`, if not an even share. With fused `kernels`, kernels compute products where
         possible. `first_key` is as in `PagedAttention`.
 
         If `batch_invariant`, no row of a step depends on the others
@@ -112,7 +117,7 @@ class DecoderLoader:
                 spec,
                 types,
                 device,
-                is_whole=place is None and shard is None,
+                is_whole=in_group is None and shard is None,
                 is_quantized=quantization is not None,
                 has_adapters=adapters is not None,
                 kernels=kernels,
@@ -128,12 +133,12 @@ class DecoderLoader:
         self._kernels = kernels
         self._first_key = first_key
         self._shard = shard
-        self._cut = None
+        self._sharding = None
         if shard is not None:
             ranks = shard.group.rank, shard.group.size
-            self._cut = Cut(spec, *ranks, whole_experts=place is not None)
+            self._sharding = TensorSharding(spec, *ranks, whole_experts=in_group is not None)
         self._stage = stage or Stage(range(spec.num_layers), spec.num_layers)
-        self._spec = self._stage.spec(spec if self._cut is None else self._cut.spec)
+        self._spec = self._stage.spec(spec if self._sharding is None else self._sharding.spec)
         self._types = types
         self._device = device
         self._max_model_len = max_model_len
@@ -143,18 +148,18 @@ class DecoderLoader:
                 *adapters,
                 dtype=types.activations,
                 device=device,
-                cut=self._cut,
+                sharding=self._sharding,
                 by_rows=batch_invariant,
             )
         self._expert_group = None
-        if place is not None:
+        if in_group is not None:
             moe, shards = self._spec.moe, None if shard is None else shard.group
             assert moe is not None, "only experts are spread"
             sizes = moe.num_experts, moe.experts_per_token
             self._expert_group = ExpertGroup(*sizes, device, shards, balance)
-            self._expert_group.prepare(*place)
-        if self._cut is not None and not isinstance(checkpoint, ShardedState):
-            checkpoint = CutCheckpoint(checkpoint, self._cut)
+            self._expert_group.prepare(*in_group)
+        if self._sharding is not None and not isinstance(checkpoint, ShardedState):
+            checkpoint = ShardedCheckpoint(checkpoint, self._sharding)
         self._products = ProductLoader(
             checkpoint,
             types.activations,
@@ -166,16 +171,16 @@ class DecoderLoader:
         )
         self._mlps = MlpLoader(self._spec, self._products, self._expert_group, kernels)
 
-    def load(self, told: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
+    def load(self, progress: Callable[[int, int], None] = lambda layer, layers: None) -> Decoder:
         """Read all weights of this process and return the model.
 
-        `told` is called with the number of the layer being read, from 1, and the number of layers.
+        `progress` is called with the number of the layer being read, from 1, and that of layers.
         """
         spec, types, device = self._spec, self._types, self._device
         longest = self._max_model_len
 
         def layer(index: int) -> DecoderLayer:
-            told(index + 1, spec.num_layers)
+            progress(index + 1, spec.num_layers)
             return self._layer(index)
 
         def rotary(rope: RopeSpec) -> Rotary:
@@ -195,7 +200,7 @@ class DecoderLoader:
             kernels=self._kernels,
         )
         heat, image_attention = spec.attention_temperature, None
-        if spec.vision is not None and spec.vision.sees_all:
+        if spec.vision is not None and spec.vision.is_bidirectional:
             image_attention = stock_attention(spec, types.kv_format, device)
         return Decoder(
             spec,
@@ -214,14 +219,14 @@ class DecoderLoader:
             image_attention=image_attention,
         )
 
-    def spread_experts(self, model: Decoder, place: GroupPlace) -> None:
-        """Update a loaded model's experts for a new place: drop surplus and load missing ones."""
-        assert model.expert_group is not None, "the model was loaded without a place"
+    def redistribute_experts(self, model: Decoder, in_group: GroupPosition) -> None:
+        """Update a loaded model's experts for a new position: drop surplus, load missing ones."""
+        assert model.expert_group is not None, "the model was loaded without a group"
         model.expert_group.leave()
-        model.expert_group.prepare(*place)
+        model.expert_group.prepare(*in_group)
         for index, mlp in model.sparse_layers.items():
-            assert isinstance(mlp.experts, SpreadExperts)
-            self._mlps.hold_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
+            assert isinstance(mlp.experts, DistributedExperts)
+            self._mlps.load_share(mlp.experts, f"{self._prefix(index)}mlp.", index)
 
     def _embedding(self) -> tuple[Rows, Rows | None]:
         """Return the embedding lookup, and the tied LM head's product if there is one."""
@@ -237,8 +242,8 @@ class DecoderLoader:
         # Rounded like the weights, as in training.
         scale = float(torch.tensor(self._spec.embedding_scale, dtype=self._types.activations))
         embed = look_up
-        if self._shard is not None and self._cut is not None:
-            embed = CutEmbedding(self._shard.group, look_up, self._cut.vocabulary)
+        if self._shard is not None and self._sharding is not None:
+            embed = VocabParallelEmbedding(self._shard.group, look_up, self._sharding.vocabulary)
         if self._bank is not None:
             widths = [self._spec.hidden_size]
             embed = self._bank.adapted(embed, ["model.embed_tokens"], widths, of="embedding")
@@ -257,10 +262,12 @@ class DecoderLoader:
         product = self._products.linear("lm_head.weight") if tied is None else tied
         head: Rows = self._products.by_rows(product, spec.hidden_size)
         if self._bank is not None:
-            part = slice(0, spec.vocab_size) if self._cut is None else self._cut.vocabulary
+            part = (
+                slice(0, spec.vocab_size) if self._sharding is None else self._sharding.vocabulary
+            )
             head = self._bank.adapted(head, ["lm_head"], [part.stop - part.start], of="head")
         if self._shard is not None:
-            head = CutHead(self._shard.group, head, spec.vocab_size)
+            head = VocabParallelHead(self._shard.group, head, spec.vocab_size)
         head = scaled(head, spec.logits_scale)
         if spec.logits_softcap is None:
             return head
@@ -282,7 +289,7 @@ class DecoderLoader:
         else:  # each part computes rows separately
             mlp = sparse
         rope, heat = spec.ropes[index], spec.attention_temperature
-        place = LayerPlace(
+        settings = LayerSettings(
             spec.windows[index],
             None if rope is None else spec.distinct_ropes.index(rope),
             spec.cache_groups.group_of(index),
@@ -291,7 +298,7 @@ class DecoderLoader:
         attention = self._attention if spec.latent is None else self._latent_attention
         return DecoderLayer(
             attention_norm=norms.get("attention_norm"),
-            self_attn=attention(prefix + "self_attn.", place),
+            self_attn=attention(prefix + "self_attn.", settings),
             attention_output_norm=norms.get("attention_output_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp=mlp,
@@ -304,13 +311,13 @@ class DecoderLoader:
     def _norm(self, name: str) -> Norm:
         return prepare_norm(self._spec.norm, self._products.copy(name + ".weight"), self._kernels)
 
-    def _attention(self, prefix: str, place: LayerPlace) -> SelfAttention:
+    def _attention(self, prefix: str, settings: LayerSettings) -> SelfAttention:
         spec = self._spec
         projections = [f"{prefix}{name}_proj" for name in "qkv"]
         bias = [f"{name}.bias" for name in projections] if spec.qkv_bias else []
         qk_norm: Rows | None = None
         if spec.qk_norm == "unit":
-            qk_norm = None if place.rope is None else partial(unit_norm, eps=spec.norm.eps)
+            qk_norm = None if settings.rope is None else partial(unit_norm, eps=spec.norm.eps)
         elif spec.qk_norm != "none":
             query, key = (self._products.copy(f"{prefix}{name}_norm.weight") for name in "qk")
             qk_norm = prepare_qk_norm(spec, query, key, self._kernels)
@@ -321,7 +328,7 @@ class DecoderLoader:
         widths = [spec.query_size, spec.kv_size, spec.kv_size]
         return HeadProjections(
             spec,
-            place,
+            settings,
             qkv=self._products.adapted(qkv, projections, widths, spec.hidden_size),
             output=self._products.adapted(
                 output, [prefix + "o_proj"], [spec.hidden_size], spec.query_size
@@ -332,7 +339,7 @@ class DecoderLoader:
             sinks=self._products.copy(prefix + "sinks").float() if spec.attention_sinks else None,
         )
 
-    def _latent_attention(self, prefix: str, place: LayerPlace) -> SelfAttention:
+    def _latent_attention(self, prefix: str, settings: LayerSettings) -> SelfAttention:
         spec, latent, products = self._spec, self._spec.latent, self._products
         assert latent is not None
         norm = NormSpec(eps=latent.eps)
@@ -354,7 +361,7 @@ class DecoderLoader:
         )
         return LatentProjections(
             spec,
-            place,
+            settings,
             products.by_rows(inputs, spec.hidden_size),
             kv_format=self._types.kv_format,
             queries=queries,

@@ -29,9 +29,9 @@ def is_batch_invariant(
         kernels: fused kernels used by the model.
         is_quantized: whether the model's products are quantized.
     """
-    wanted = config.executor.batch_invariant
-    if wanted is not None:
-        return wanted
+    setting = config.executor.batch_invariant
+    if setting is not None:
+        return setting
     reason: str | None = "the model is quantized"
     if not is_quantized:
         reason = _reason_against(config, spec, types, device, kernels)
@@ -66,7 +66,7 @@ def _reason_against(
         "sliding windows": not by_kernels and any(window is not None for window in spec.windows),
         "latent attention": spec.latent is not None,
         "adapters": config.lora.enable_lora,
-        "an 8-bit KV cache": types.kept != "auto",
+        "an 8-bit KV cache": types.kv_cache_dtype != "auto",
     }
     found = [name for name, is_there in unmeasured.items() if is_there]
     return f"it has {' and '.join(found)}" if found else None
@@ -101,7 +101,9 @@ def require_batch_invariance(
             "independently of each other"
         )
     if device.type == "cpu":
-        by_kernel = kernels is not None and types.kept == "auto" and attends_by_pairs(spec)
+        by_kernel = (
+            kernels is not None and types.kv_cache_dtype == "auto" and attends_by_pairs(spec)
+        )
         if spec.attention_softcap is not None and not by_kernel:
             raise scores_are_capped(spec)
         return
@@ -109,7 +111,7 @@ def require_batch_invariance(
         raise UnsupportedModel(f"--batch-invariant: there are no kernels for {device.type}")
     lacking = {
         "computes in 32 bits (--dtype bfloat16)": types.activations.itemsize != 2,
-        "has an 8-bit KV cache (--kv-cache-dtype auto)": types.kept != "auto",
+        "has an 8-bit KV cache (--kv-cache-dtype auto)": types.kv_cache_dtype != "auto",
         "is quantized": is_quantized,
         "has adapters": has_adapters,
         "has experts": spec.moe is not None,

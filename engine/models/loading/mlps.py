@@ -27,13 +27,13 @@ from engine.models.moe import (
     SparseMlp,
     StackedExperts,
 )
-from engine.models.parallel.experts import ExpertGroup, SpreadExperts
+from engine.models.parallel.experts import DistributedExperts, ExpertGroup
 from engine.models.products.dense import prepare_linear
 from engine.models.rowwise_experts import RowwiseExperts
 from engine.models.spec import ModelSpec, MoeSpec
 
 
-class GroupPlace(NamedTuple):
+class GroupPosition(NamedTuple):
     """An engine's position among those that share the experts."""
 
     position: int
@@ -92,15 +92,15 @@ class MlpLoader:
         if self._group is None:
             experts = self._experts(moe, prefix)
             return SparseMlp(router, experts, shared, scales_inputs=moe.scales_inputs)
-        spread = SpreadExperts(self._group, layer)
-        self.hold_share(spread, prefix, layer)
-        own = partial(self._group.own_tokens, bank=self._products.bank)
-        return SparseMlp(router, spread, shared, own, scales_inputs=moe.scales_inputs)
+        spread = DistributedExperts(self._group, layer)
+        self.load_share(spread, prefix, layer)
+        partition = partial(self._group.compute_own_tokens, bank=self._products.bank)
+        return SparseMlp(router, spread, shared, partition, scales_inputs=moe.scales_inputs)
 
-    def hold_share(self, spread: SpreadExperts, prefix: str, layer: int) -> None:
+    def load_share(self, experts: DistributedExperts, prefix: str, layer: int) -> None:
         """Keep this engine's experts, drop all others and load missing ones."""
         assert self._group is not None
-        spread.hold(*self._group.held(layer), lambda number: self._expert(prefix, number))
+        experts.hold(*self._group.local_copies(layer), lambda number: self._expert(prefix, number))
 
     def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:
         # The choice of experts is sensitive to small differences, and the product is small.

@@ -74,13 +74,13 @@ def _copies_of_each(tokens: Sequence[int], before: Placement) -> list[int]:
     copies = [1] * len(tokens)
     heap = [(-float(count), expert) for expert, count in enumerate(tokens)]
     heapq.heapify(heap)
-    left = sum(map(len, before)) - len(tokens)
-    while left and heap:
+    remaining = sum(map(len, before)) - len(tokens)
+    while remaining and heap:
         expert = heapq.heappop(heap)[1]
         if copies[expert] == size:
             continue
         copies[expert] += 1
-        left -= 1
+        remaining -= 1
         heapq.heappush(heap, (-tokens[expert] / copies[expert], expert))
     return copies
 
@@ -141,11 +141,11 @@ def _renumbered(placed: Placement, before: Placement) -> Placement:
         for rank, had in enumerate(before)
         if len(held) == len(had)
     )
-    given: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for _, number, rank in kept:
-        if number not in given and rank not in given.values():
-            given[number] = rank
-    return [placed[number] for number in sorted(given, key=lambda each: given[each])]
+        if number not in numbers and rank not in numbers.values():
+            numbers[number] = rank
+    return [placed[number] for number in sorted(numbers, key=lambda each: numbers[each])]
 
 
 class ExpertBalance:
@@ -163,7 +163,7 @@ class ExpertBalance:
         interval: int,
         device: torch.device,
     ) -> None:
-        """Rebalance every `interval` steps; `form` must be called before use."""
+        """Rebalance every `interval` steps; `reset` must be called before use."""
         self.imbalance: float | None = None
         """Load of the busiest rank relative to the mean; None before the first measurement."""
         self.moved_layers = 0
@@ -183,7 +183,7 @@ class ExpertBalance:
         """Copies held by all ranks together, per layer."""
         return copies_in_group(self._num_experts, self._num_redundant, self._size)
 
-    def form(self, size: int) -> None:
+    def reset(self, size: int) -> None:
         """Reset for `size` ranks, some of which may be new."""
         self._size = size
         first = first_placement(self._num_experts, self.num_copies, size)
@@ -217,15 +217,15 @@ class ExpertBalance:
         tokens: list[int] = self._tokens.flatten().cpu().tolist()
         return [*tokens, *self._computed]
 
-    def take(self, rows: Sequence[Sequence[int]]) -> None:
+    def update(self, rows: Sequence[Sequence[int]]) -> None:
         """Process the loads of all ranks, by rank, and decide the changes."""
         num_layers, num_experts = self._tokens.shape
         first = num_layers * num_experts
         computed = [row[first:] for row in rows]
-        most = sum(max(of_layer) for of_layer in zip(*computed, strict=True))
+        max_load = sum(max(of_layer) for of_layer in zip(*computed, strict=True))
         mean = sum(map(sum, computed)) / len(rows)
         if mean:
-            self.imbalance = most / mean
+            self.imbalance = max_load / mean
         tokens = [sum(each) for each in zip(*(row[:first] for row in rows), strict=True)]
         for layer, before in enumerate(self._placements):
             of_layer = tokens[layer * num_experts : (layer + 1) * num_experts]

@@ -99,7 +99,7 @@ class ExpertGroup:
         self._routes: dict[int, _Routes] = {}
         """Of balanced layers, computed on demand."""
         self._shards = shards
-        self._loss: GroupBroken | None = None
+        self._failure: GroupBroken | None = None
         """The group's failure, while this step is completed regardless."""
         self._device = device
         self._per_token = experts_per_token
@@ -112,13 +112,13 @@ class ExpertGroup:
         """Tokens that each rank sends in this step."""
 
     def prepare(self, position: int, size: int) -> None:
-        """Set this engine's position among `size` engines, on which `held` depends."""
+        """Set this engine's position among `size` engines, on which `local_copies` depends."""
         shard, shards = 0, 1
         if self._shards is not None:
             shard, shards = self._shards.rank, self._shards.size
         self._rank, self._size = position * shards + shard, size * shards
 
-    def held(self, layer: int) -> tuple[int, Sequence[int]]:
+    def local_copies(self, layer: int) -> tuple[int, Sequence[int]]:
         """Return a layer's first local copy number and the experts of its local copies.
 
         Copies are numbered by rank.
@@ -155,7 +155,7 @@ class ExpertGroup:
         if self.balance is not None and self._measures:
             self.balance.count_computed(layer, rows)
 
-    def own_tokens(self, function: Rows, x: Tensor, bank: AdapterBank | None) -> Tensor:
+    def compute_own_tokens(self, function: Rows, x: Tensor, bank: AdapterBank | None) -> Tensor:
         """Apply a function to this process's part of x [tokens, hidden].
 
         Other rows are zero, so that the sum over the shards is complete. `bank.current` is set to
@@ -170,7 +170,7 @@ class ExpertGroup:
         adapted = None if bank is None else bank.current
         if bank is not None and adapted is not None:
             bank.current = adapted.select(torch.arange(part.start, part.stop, device=x.device))
-        with self.going_on():
+        with self._completing_step():
             out[part] = function(x[part])
         if bank is not None:
             bank.current = adapted
@@ -209,10 +209,10 @@ class ExpertGroup:
         Raises:
             GroupBroken: a rank is missing. With shards, `end_step` raises it instead.
         """
-        own = self.part(num_tokens)
+        local_tokens = self.part(num_tokens)
         self.counts = []
-        with self.going_on():
-            self.counts = self.group.all_gather_counts(own.stop - own.start)
+        with self._completing_step():
+            self.counts = self.group.all_gather_counts(local_tokens.stop - local_tokens.start)
         return any(self.counts)
 
     def next_change(self) -> int | None:
@@ -225,9 +225,9 @@ class ExpertGroup:
         if balance is None or not self._measures or not any(self.counts):
             return None
         layer = None
-        with self.going_on():
+        with self._completing_step():
             if balance.is_due():
-                balance.take(self.group.all_gather_row(balance.row()))
+                balance.update(self.group.all_gather_row(balance.row()))
             layer = balance.next_layer()
         if layer is not None:
             self._routes.pop(layer, None)
@@ -242,10 +242,10 @@ class ExpertGroup:
     @property
     def is_lost(self) -> bool:
         """Whether the group has failed in this step, which is completed regardless."""
-        return self._loss is not None
+        return self._failure is not None
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def _completing_step(self) -> Iterator[None]:
         """Record a failure of the group instead of abandoning this engine's shards.
 
         They wait for this process in the sums of later layers: some may be past the collective that
@@ -256,7 +256,7 @@ class ExpertGroup:
         except GroupBroken as error:
             if self._shards is None:
                 raise
-            self._loss = error
+            self._failure = error
 
     def end_step(self) -> None:
         """Synchronize the shards' outcome of a step.
@@ -265,15 +265,17 @@ class ExpertGroup:
             ExpertsLost: the group failed on one of them; the step's results are invalid.
             GroupBroken: one of the shards has failed.
         """
-        loss, self._loss = self._loss, None
-        if self._shards is None or (self._group is self._shards and loss is None):
+        failure, self._failure = self._failure, None
+        if self._shards is None or (self._group is self._shards and failure is None):
             return
-        lost = self._shards.all_gather_counts(loss is not None)
-        if any(lost):
-            raise ExpertsLost(str(loss or f"process {lost.index(1)} of the engine lost the group"))
+        failures = self._shards.all_gather_counts(failure is not None)
+        if any(failures):
+            raise ExpertsLost(
+                str(failure or f"process {failures.index(1)} of the engine lost the group")
+            )
 
     @property
-    def sends_everything(self) -> bool:
+    def sends_all_tokens(self) -> bool:
         """Whether every rank receives all tokens in one message, without exchanging counts."""
         if max(self.counts) <= self.rule.few_tokens:
             return True
@@ -315,7 +317,7 @@ class _Arrived(NamedTuple):
     """Tokens from each rank."""
 
 
-class SpreadExperts(Module):
+class DistributedExperts(Module):
     """The experts of one layer, some local and the others on the group's other ranks."""
 
     def __init__(self, group: ExpertGroup, layer: int = 0) -> None:
@@ -333,16 +335,16 @@ class SpreadExperts(Module):
     def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
         """Drop the experts that are not in the share, then load missing ones.
 
-        `first` is the number of the first local copy; see `ExpertGroup.held`.
+        `first` is the number of the first local copy; see `ExpertGroup.local_copies`.
         """
-        kept = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
+        retained = {i: e for i, e in zip(self.share, self.experts, strict=True) if i in share}
         self.experts = nn.ModuleList()
         self._first, self.share, self._load = first, share, load
-        self.experts = nn.ModuleList(kept.pop(i) if i in kept else load(i) for i in share)
+        self.experts = nn.ModuleList(retained.pop(i) if i in retained else load(i) for i in share)
 
     def change(self) -> None:
         """Apply the group's current placement."""
-        self.hold(*self._group.held(self._layer), self._load)
+        self.hold(*self._group.local_copies(self._layer), self._load)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.
@@ -352,19 +354,19 @@ class SpreadExperts(Module):
         """
         chosen = self._group.copies(self._layer, chosen)
         ranks = self._group.rank_of[chosen]
-        if self._group.sends_everything:
+        if self._group.sends_all_tokens:
             packed = self._group.group.all_gather(_pack(x, chosen), self._group.counts)
             arrived = _Arrived(*_unpack(packed, x), self._group.counts)
         else:
             arrived = self._send(x, chosen, ranks)
         end = self._first + len(self.share)
-        mine = (arrived.chosen >= self._first) & (arrived.chosen < end)
-        rows = mine.nonzero()[:, 0]
+        local_rows = (arrived.chosen >= self._first) & (arrived.chosen < end)
+        rows = local_rows.nonzero()[:, 0]
         self._group.count_computed(self._layer, len(rows))
         outputs = run_experts(
-            arrived.x, rows, arrived.chosen[mine] - self._first, list(self.experts)
+            arrived.x, rows, arrived.chosen[local_rows] - self._first, list(self.experts)
         )
-        returned = _sums(mine.sum(1), arrived.counts)
+        returned = _sums(local_rows.sum(1), arrived.counts)
         expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
         back = self._group.group.all_to_all(outputs, returned, expected)
         order = ranks.flatten().argsort(stable=True)

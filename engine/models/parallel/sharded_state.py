@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.models.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError, compare
 from engine.models.hf_config import read_config, read_spec
-from engine.models.parallel.tensors import Cut, CutCheckpoint
+from engine.models.parallel.tensors import ShardedCheckpoint, TensorSharding
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import Layout, decoder_tensors
 
@@ -47,37 +47,37 @@ def save_sharded_state(model: Path, output: Path, size: int) -> list[Path]:
             raise UnsupportedModel(f"{model}: {what} cannot be sharded in advance")
     whole = SafetensorsCheckpoint(model, spec)
     fingerprint = whole.fingerprint()
-    cuts = [Cut(spec, rank, size) for rank in range(size)]
+    shardings = [TensorSharding(spec, rank, size) for rank in range(size)]
     shutil.copytree(model, output, ignore=shutil.ignore_patterns("*.safetensors*", ".*"))
-    for cut in cuts:
-        part = CutCheckpoint(whole, cut)
+    for sharding in shardings:
+        part = ShardedCheckpoint(whole, sharding)
         tensors = {name: part.tensor(name).contiguous().clone() for name in decoder_tensors(spec)}
         described = {_SIZE: str(size), _FINGERPRINT: fingerprint}
-        save_file(tensors, _file(output, cut.rank), metadata=described)
-    return [_file(output, cut.rank) for cut in cuts]
+        save_file(tensors, _file(output, sharding.rank), metadata=described)
+    return [_file(output, sharding.rank) for sharding in shardings]
 
 
 class ShardedState(Checkpoint):
     """One process's part of a sharded checkpoint."""
 
-    def __init__(self, directory: Path, spec: ModelSpec, cut: Cut) -> None:
+    def __init__(self, directory: Path, spec: ModelSpec, sharding: TensorSharding) -> None:
         """Open the part and compare it with what the process needs.
 
         Raises:
             CheckpointError: it is missing, was sharded for another size, or does not match the
                 config.
         """
-        path = _file(directory, cut.rank)
+        path = _file(directory, sharding.rank)
         try:
             file: Any = safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # the library raises its own type without a public base
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._file = file
         described: dict[str, str] = file.metadata() or {}
-        if described.get(_SIZE) != str(cut.size) or _FINGERPRINT not in described:
+        if described.get(_SIZE) != str(sharding.size) or _FINGERPRINT not in described:
             raise CheckpointError(
                 f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
-                f"for {cut.size}: run swell save-sharded-state again"
+                f"for {sharding.size}: run swell save-sharded-state again"
             )
         self._fingerprint = described[_FINGERPRINT]
         found: Layout = {
@@ -85,7 +85,7 @@ class ShardedState(Checkpoint):
             for name in file.keys()  # noqa: SIM118 - not a dict
         }
         expected = {
-            name: tuple(cut.part(name, torch.empty(shape, device="meta")).shape)
+            name: tuple(sharding.part(name, torch.empty(shape, device="meta")).shape)
             for name, shape in decoder_tensors(spec).items()
         }
         compare(path, expected, found)

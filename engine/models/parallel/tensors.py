@@ -22,7 +22,7 @@ def part_of(width: int, rank: int, size: int) -> slice:
     return slice(width * rank // size, width * (rank + 1) // size)
 
 
-class Cut:
+class TensorSharding:
     """One rank's part of a model; rank 0 of `size` samples tokens."""
 
     def __init__(
@@ -59,13 +59,13 @@ class Cut:
         """Tokens whose embeddings and output weights are local."""
         return part_of(self._spec.vocab_size, self.rank, self.size)
 
-    def has_whole(self, name: str) -> bool:
+    def is_unsharded(self, name: str) -> bool:
         """Return whether a tensor belongs to an expert that one rank holds as a whole."""
         return self._whole_experts and ".experts." in name
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint, as a view where possible."""
-        if self.has_whole(name):
+        if self.is_unsharded(name):
             return tensor
         parent, kind = name.split(".")[-2:]
         if parent in ("o_proj", "down_proj"):
@@ -79,7 +79,7 @@ class Cut:
 
     def mxfp4_part(self, name: str, weights: Mxfp4Weights) -> Mxfp4Weights:
         """Return this rank's part of a packed weight, as views."""
-        if self.has_whole(name):
+        if self.is_unsharded(name):
             return weights
         parent = name.split(".")[-2]
         if parent == "down_proj":
@@ -142,12 +142,12 @@ class Cut:
         )
 
 
-class CutCheckpoint(Checkpoint):
+class ShardedCheckpoint(Checkpoint):
     """The part of a checkpoint that one rank loads; only that part is read."""
 
-    def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
+    def __init__(self, checkpoint: Checkpoint, sharding: TensorSharding) -> None:
         self._checkpoint = checkpoint
-        self._cut = cut
+        self._sharding = sharding
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,23 +156,23 @@ class CutCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor."""
-        return self._cut.part(name, self._checkpoint.tensor(name))
+        return self._sharding.part(name, self._checkpoint.tensor(name))
 
     def int4(self, name: str) -> Int4Weights | None:
         """Return an unsplit 4-bit weight, else None: parts are quantized again."""
-        return self._checkpoint.int4(name) if self._cut.has_whole(name) else None
+        return self._checkpoint.int4(name) if self._sharding.is_unsharded(name) else None
 
     def mxfp4(self, name: str) -> Mxfp4Weights | None:
         """Return this rank's part of a weight stored in blocks of 4-bit floats."""
         weights = self._checkpoint.mxfp4(name)
-        return None if weights is None else self._cut.mxfp4_part(name, weights)
+        return None if weights is None else self._sharding.mxfp4_part(name, weights)
 
     def fingerprint(self) -> str:
         """Return the digest of the whole checkpoint."""
         return self._checkpoint.fingerprint()
 
 
-class CutEmbedding(Module):
+class VocabParallelEmbedding(Module):
     """Embeddings whose tokens are divided among the ranks."""
 
     def __init__(self, group: Group, embed: Rows, vocabulary: slice) -> None:
@@ -190,7 +190,7 @@ class CutEmbedding(Module):
         return self._group.all_reduce(found.masked_fill_(~here.unsqueeze(1), 0))
 
 
-class CutHead(Module):
+class VocabParallelHead(Module):
     """An LM head whose tokens are divided among the ranks."""
 
     def __init__(self, group: Group, head: Rows, vocab_size: int) -> None:
@@ -202,11 +202,11 @@ class CutHead(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map states [rows, hidden] to logits [rows, vocab]; other ranks than 0 return no rows."""
-        mine = self.base(x)
+        local = self.base(x)
         rows, first = len(x), self._group.rank == 0
-        sent = [mine.numel()] + [0] * (self._group.size - 1)
+        sent = [local.numel()] + [0] * (self._group.size - 1)
         received = [rows * width if first else 0 for width in self._widths]
-        parts = torch.split(self._group.all_to_all(mine.flatten(), sent, received), received)
+        parts = torch.split(self._group.all_to_all(local.flatten(), sent, received), received)
         if not first:
-            return mine.new_empty(0, sum(self._widths))
+            return local.new_empty(0, sum(self._widths))
         return torch.cat([part.view(rows, -1) for part in parts], dim=1)

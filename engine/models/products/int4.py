@@ -63,9 +63,9 @@ class ExpandedInt4:
         product = inputs.new_empty(len(x), 2 * blocks * half)
         for first in range(0, blocks, self._at_once):
             last = min(blocks, first + self._at_once)
-            place = slice(2 * first * half, 2 * last * half)
-            weights = self._expanded(self._packed[:, first:last], self._scales[:, place])
-            torch.mm(inputs, weights.to(self._compute_type), out=product[:, place])
+            columns = slice(2 * first * half, 2 * last * half)
+            weights = self._expanded(self._packed[:, first:last], self._scales[:, columns])
+            torch.mm(inputs, weights.to(self._compute_type), out=product[:, columns])
         return product
 
     def _expanded(self, packed: Tensor, scales: Tensor) -> Tensor:

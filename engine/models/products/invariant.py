@@ -70,7 +70,7 @@ class InvariantLinear(Module):
         return self._computed(x, sums, self._tiles(len(x)))
 
     def _tiles(self, rows: int) -> ProductTiles:
-        return next(tiles for most, tiles in self._shapes if rows <= most)
+        return next(tiles for max_rows, tiles in self._shapes if rows <= max_rows)
 
     def _computed(
         self,
@@ -115,7 +115,7 @@ class InvariantLinear(Module):
             plain += self.bias.float()
         agreeing: list[tuple[int, ProductTiles]] = []
         results: list[Tensor] = []
-        for most, tiles in SHAPES:
+        for max_rows, tiles in SHAPES:
             # In float32, since rounding to 16 bits would hide most differences.
             product = self._computed(x, None, tiles, torch.float32)
             added = self._computed(x, plain.clone(), tiles)
@@ -125,7 +125,7 @@ class InvariantLinear(Module):
                     raise UnsupportedModel("--batch-invariant: a kernel computes wrong products")
             results = results or [product, added]
             if all(map(torch.equal, results, (product, added))):
-                agreeing.append((most, tiles))
+                agreeing.append((max_rows, tiles))
             else:
                 logger.info("products of %s: %s give different bits", self.weight.shape, tiles)
         return (*agreeing[:-1], (sys.maxsize, agreeing[-1][1]))

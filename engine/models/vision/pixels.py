@@ -33,18 +33,18 @@ def read_normalization(directory: Path, default: Normalization) -> Normalization
     Raises:
         UnsupportedModel: the files cannot be read.
     """
-    given = read_image_settings(directory)
-    own: dict[str, Any] = {
-        "scale": given.get("rescale_factor", default.scale),
-        "mean": given.get("image_mean") or default.mean,
-        "deviation": given.get("image_std") or default.deviation,
+    settings = read_image_settings(directory)
+    values: dict[str, Any] = {
+        "scale": settings.get("rescale_factor", default.scale),
+        "mean": settings.get("image_mean") or default.mean,
+        "deviation": settings.get("image_std") or default.deviation,
     }
-    if not given.get("do_rescale", True):
-        own["scale"] = 1.0
-    if not given.get("do_normalize", True):
-        own |= {"mean": (0, 0, 0), "deviation": (1, 1, 1)}
+    if not settings.get("do_rescale", True):
+        values["scale"] = 1.0
+    if not settings.get("do_normalize", True):
+        values |= {"mean": (0, 0, 0), "deviation": (1, 1, 1)}
     try:
-        return msgspec.convert(own, Normalization)
+        return msgspec.convert(values, Normalization)
     except msgspec.ValidationError as error:
         raise UnsupportedModel(
             f"preprocessor_config.json of {directory} cannot be read: {error}"

@@ -26,7 +26,7 @@ from engine.models.spec import QwenVisionSpec, RopeSpec
 from engine.models.vision.pixels import CLIP, PixelReader, read_normalization
 
 
-class _Places(NamedTuple):
+class _PatchLayout(NamedTuple):
     """The squares of an image in the order in which they are computed."""
 
     order: Tensor
@@ -76,18 +76,18 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         """Return [tokens, hidden of the text model] for RGB bytes [height, width, 3]."""
         size, factor = self.spec.patch_size, self.spec.scale_factor
         rows, columns = self.spec.grid(height, width)
-        places = self._places(rows, columns)
+        layout = self._layout(rows, columns)
         colors = self._pixels.read(pixels, height, width).to(self._dtype)
         # By square, then by patch: colors, rows, columns.
         squares = colors.view(rows, factor, size, columns, factor, size, 3)
-        squares = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1).index_select(0, places.order)
+        squares = squares.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1).index_select(0, layout.order)
         x = self.patch_embed(squares.reshape(-1, 3 * size * size))
         whole = [SequenceGroup(0, 1, len(x))]
-        x = self.encoder(x, [whole, places.windows], [self.rotary(places.positions)])
+        x = self.encoder(x, [whole, layout.windows], [self.rotary(layout.positions)])
         merged = self.merger(x.view(rows * columns, -1))
-        return torch.empty_like(merged).index_copy_(0, places.order, merged)
+        return torch.empty_like(merged).index_copy_(0, layout.order, merged)
 
-    def _places(self, rows: int, columns: int) -> _Places:
+    def _layout(self, rows: int, columns: int) -> _PatchLayout:
         device, spec = self.rotary.table.device, self.spec
         side, factor = spec.window_size // spec.token_side, spec.scale_factor
         row = torch.arange(rows).repeat_interleave(columns)
@@ -102,7 +102,7 @@ class QwenVisionEncoder(Module, finds_hooks=True):
         patch_rows = row[order, None] * factor + inside // factor
         patch_columns = column[order, None] * factor + inside % factor
         positions = torch.stack((patch_rows.flatten(), patch_columns.flatten()))
-        return _Places(order.to(device), groups, positions.to(device))
+        return _PatchLayout(order.to(device), groups, positions.to(device))
 
 
 def load_qwen_vision(
@@ -158,7 +158,7 @@ def _layer(spec: QwenVisionSpec, build: Builder, index: int) -> EncoderLayer:
         num_heads=spec.num_heads,
         norm_first=True,
         rotary=0,
-        grouping=0 if index in spec.whole_layers else 1,
+        grouping=0 if index in spec.full_attention_layers else 1,
     )
 
 

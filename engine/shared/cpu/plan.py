@@ -43,7 +43,7 @@ class Topology(msgspec.Struct, frozen=True):
         return sum(map(len, self.nodes))
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The processes to place on a node."""
 
     bind: str
@@ -80,7 +80,7 @@ class CpuPlan(msgspec.Struct, frozen=True):
         return lists_text(self.engines[number])
 
 
-def make_plan(wish: Wish, topology: Topology | None) -> CpuPlan:
+def make_plan(request: BindRequest, topology: Topology | None) -> CpuPlan:
     """Return the CPU placement of all processes.
 
     Args:
@@ -89,29 +89,29 @@ def make_plan(wish: Wish, topology: Topology | None) -> CpuPlan:
     Raises:
         BadCpuBind: the configured lists do not fit the machine or the engines.
     """
-    if wish.bind == "none":
+    if request.bind == "none":
         return CpuPlan(reason="--cpu-bind none")
     if topology is None:
-        if wish.bind != "auto":
+        if request.bind != "auto":
             raise BadCpuBind("--cpu-bind with lists of CPUs needs Linux: use auto or none")
         return CpuPlan(reason="processes cannot be bound on this system")
-    if wish.bind == "auto":
-        found = _shares(wish, topology)
+    if request.bind == "auto":
+        found = _shares(request, topology)
         if isinstance(found, str):
             return CpuPlan(reason=found)
         lists = [_cpus(cores) for cores in found]
     else:
-        lists = _chosen(wish, topology)
-    each = wish.processes
+        lists = _chosen(request, topology)
+    each = request.processes
     engines = tuple(tuple(lists[at : at + each]) for at in range(0, len(lists), each))
-    return CpuPlan(engines, _rest(wish, topology, lists))
+    return CpuPlan(engines, _rest(request, topology, lists))
 
 
-def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
-    count, nodes = wish.engines * wish.processes, topology.nodes
+def _shares(request: BindRequest, topology: Topology) -> list[list[Core]] | str:
+    count, nodes = request.engines * request.processes, topology.nodes
     is_even = count > 0 and (count % len(nodes) == 0 or len(nodes) % count == 0)
     obstacles = (
-        (not wish.on_cpu, "no model is computed on CPUs"),
+        (not request.on_cpu, "no model is computed on CPUs"),
         (len(nodes) < 2, "there is one NUMA node"),
         (count < 2, "one process may use all NUMA nodes"),
         (
@@ -129,65 +129,69 @@ def _shares(wish: Wish, topology: Topology) -> list[list[Core]] | str:
     ]
     in_group = count // len(groups)
     size = min(len(group) // in_group for group in groups)
-    size = min(size, (topology.num_cores - wish.others) // count)
+    size = min(size, (topology.num_cores - request.others) // count)
     if size < 1 or size * count < _LEAST_USE * topology.num_cores:
         return "more than an eighth of the cores would be left over"
     found = []
     for group in groups:
         used = group[len(group) - size * in_group :]  # the kernel prefers the first cores
         found += [used[at : at + size] for at in range(0, len(used), size)]
-    threads = (wish.threads or 0) // wish.processes
+    threads = (request.threads or 0) // request.processes
     if threads > min(len(_cpus(cores)) for cores in found):
         return "--threads is more than a process's share of the CPUs"
     return found
 
 
-def _chosen(wish: Wish, topology: Topology) -> list[CpuList]:
+def _chosen(request: BindRequest, topology: Topology) -> list[CpuList]:
     """Return the configured CPUs of each process.
 
     Raises:
         BadCpuBind: the lists do not fit the machine or the engines.
     """
-    lists = list(read_lists(wish.bind))
+    lists = list(read_lists(request.bind))
     usable = set(topology.cpus)
     for cpus in lists:
         if missing := [cpu for cpu in cpus if cpu not in usable]:
             raise BadCpuBind(
-                f"--cpu-bind {wish.bind}: CPU {missing[0]} is not among those that may be used "
+                f"--cpu-bind {request.bind}: CPU {missing[0]} is not among those that may be used "
                 f"here: {list_text(topology.cpus)}"
             )
-    processes = wish.processes
-    if len(lists) == wish.engines and processes > 1:
-        lists = [part for cpus in lists for part in _divided(cpus, wish, topology)]
-    if len(lists) < wish.engines * processes or len(lists) % processes:
-        of_processes = f", or for each of their processes ({wish.engines * processes})"
+    processes = request.processes
+    if len(lists) == request.engines and processes > 1:
+        lists = [part for cpus in lists for part in _divided(cpus, request, topology)]
+    if len(lists) < request.engines * processes or len(lists) % processes:
+        of_processes = f", or for each of their processes ({request.engines * processes})"
         raise BadCpuBind(
-            f"--cpu-bind {wish.bind}: give a list for each engine of this node ({wish.engines})"
-            f"{of_processes if processes > 1 else ''}, separated by |, not {len(lists)}"
+            f"--cpu-bind {request.bind}: give a list for each engine of this node "
+            f"({request.engines}){of_processes if processes > 1 else ''}, separated by |, "
+            f"not {len(lists)}"
         )
-    threads = (wish.threads or 0) // processes
+    threads = (request.threads or 0) // processes
     shortest = min(lists, key=len)
     if threads > len(shortest):
         raise BadCpuBind(
-            f"--cpu-bind {wish.bind}: the list {list_text(shortest)} is shorter than the {threads} "
-            "threads of a process: lower --threads or give it more CPUs"
+            f"--cpu-bind {request.bind}: the list {list_text(shortest)} is shorter than the "
+            f"{threads} threads of a process: lower --threads or give it more CPUs"
         )
     return lists
 
 
-def _divided(cpus: CpuList, wish: Wish, topology: Topology) -> list[CpuList]:
+def _divided(cpus: CpuList, request: BindRequest, topology: Topology) -> list[CpuList]:
     """Return an engine's CPUs divided among its processes, in whole cores.
 
     Raises:
         BadCpuBind: there are more processes than cores.
     """
-    wanted, parts = set(cpus), wish.processes
+    allowed, parts = set(cpus), request.processes
     cores = [
-        own for node in topology.nodes for core in node if (own := tuple(wanted.intersection(core)))
+        own
+        for node in topology.nodes
+        for core in node
+        if (own := tuple(allowed.intersection(core)))
     ]
     if len(cores) < parts:
         raise BadCpuBind(
-            f"--cpu-bind {wish.bind}: {list_text(cpus)} has {len(cores)} "
+            f"--cpu-bind {request.bind}: {list_text(cpus)} has {len(cores)} "
             f"{'core' if len(cores) == 1 else 'cores'} for {parts} processes: give it more"
         )
     size, more = divmod(len(cores), parts)
@@ -195,11 +199,11 @@ def _divided(cpus: CpuList, wish: Wish, topology: Topology) -> list[CpuList]:
     return [_cpus(cores[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _rest(wish: Wish, topology: Topology, lists: list[CpuList]) -> CpuList:
+def _rest(request: BindRequest, topology: Topology, lists: list[CpuList]) -> CpuList:
     """Return the CPUs for front ends and the coordinator; empty if there is not one for each."""
     taken = {cpu for cpus in lists for cpu in cpus}
     rest = tuple(cpu for cpu in topology.cpus if cpu not in taken)
-    return rest if wish.others and len(rest) >= wish.others else ()
+    return rest if request.others and len(rest) >= request.others else ()
 
 
 def _cpus(cores: list[Core]) -> CpuList:

@@ -64,9 +64,9 @@ def _files(gguf: Gguf, path: Path) -> dict[str, dict[str, Any]]:
         "generation_config.json": {
             "eos_token_id": ending_ids(metadata),
             **{
-                ours: metadata[f"general.sampling.{theirs}"]
-                for theirs, ours in _SAMPLING.items()
-                if f"general.sampling.{theirs}" in metadata
+                own_name: metadata[f"general.sampling.{gguf_name}"]
+                for gguf_name, own_name in _SAMPLING.items()
+                if f"general.sampling.{gguf_name}" in metadata
             },
         },
         "tokenizer.json": tokenizer_of(metadata),

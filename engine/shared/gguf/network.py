@@ -188,7 +188,11 @@ def config_of(gguf: Gguf, path: Path) -> dict[str, Any]:
     config: dict[str, Any] = {
         "rope_theta": 10000.0,
         **architecture.defaults,
-        **{ours: stated[theirs] for theirs, ours in keys.items() if ours and theirs in stated},
+        **{
+            own_name: stated[gguf_name]
+            for gguf_name, own_name in keys.items()
+            if own_name and gguf_name in stated
+        },
         # Unknown keys are passed on, so that the config's reader can report them.
         **{
             f"{kind}.{key}": value
@@ -372,9 +376,9 @@ def _yarn(
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if "original_context_length" in stated:
         scaling["original_max_position_embeddings"] = stated["original_context_length"]
-    for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if theirs in stated:
-            scaling[ours] = stated[theirs]
+    for gguf_name, own_name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if gguf_name in stated:
+            scaling[own_name] = stated[gguf_name]
     multiplier = stated.get("yarn_log_multiplier")
     if multiplier:
         # DeepSeek's multiplier is stored multiplied by 0.1.

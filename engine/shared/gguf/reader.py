@@ -129,14 +129,14 @@ class _Cursor:
         value: int = struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
         return value
 
-    def count(self, most: int, what: str) -> int:
+    def count(self, limit: int, what: str) -> int:
         value = self.number("Q")
-        if value > most:
-            raise self.bad(f"{value} {what} exceed the limit of {most}")
+        if value > limit:
+            raise self.bad(f"{value} {what} exceed the limit of {limit}")
         return value
 
-    def text(self, most: int = _MAX_STRING) -> str:
-        return self.take(self.count(most, "bytes of a string")).decode("utf-8", "replace")
+    def text(self, limit: int = _MAX_STRING) -> str:
+        return self.take(self.count(limit, "bytes of a string")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:

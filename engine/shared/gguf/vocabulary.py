@@ -66,10 +66,10 @@ def special_tokens(metadata: Json) -> dict[str, str]:
     tokens = _strings(metadata, "tokens")
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     found = {}
-    for theirs, ours in names.items():
-        number = _token_id(metadata, theirs, tokens)
+    for gguf_name, own_name in names.items():
+        number = _token_id(metadata, gguf_name, tokens)
         if number is not None:
-            found[f"{ours}_token"] = tokens[number]
+            found[f"{own_name}_token"] = tokens[number]
     return found
 
 

@@ -28,7 +28,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
     """Random number of the load request; 0 for adapters from the settings."""
 
 
-class AdapterSheet(msgspec.Struct, frozen=True, array_like=True):
+class AdapterTable(msgspec.Struct, frozen=True, array_like=True):
     """All adapters of a cluster; `revision` grows with every change."""
 
     revision: int
@@ -40,7 +40,7 @@ class AdapterSheet(msgspec.Struct, frozen=True, array_like=True):
         return {entry.name: entry for entry in self.entries if entry.state == "serving"}
 
 
-class HeldAdapter(msgspec.Struct, frozen=True, array_like=True):
+class AdapterLoadResult(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of loading one entry in one engine."""
 
     serial: int
@@ -61,12 +61,12 @@ class AdapterOutcome(msgspec.Struct, frozen=True, array_like=True):
 class AdaptersView(msgspec.Struct, frozen=True, array_like=True):
     """State of the adapters as published to front ends."""
 
-    sheet: AdapterSheet
+    table: AdapterTable
     outcomes: list[AdapterOutcome] = []
     """Of the newest requests."""
 
 
-class AdapterWish(Message, frozen=True):
+class AdapterRequest(Message, frozen=True, tag="AdapterWish"):
     """An operator's request, through a front end, to load an adapter, or to unload it if no path.
 
     Repeated until the view contains its outcome.
@@ -81,7 +81,7 @@ class AdapterWish(Message, frozen=True):
 
 
 class AdaptersInUse(Message, frozen=True):
-    """A front end has applied the sheet of this revision.
+    """A front end has applied the table of this revision.
 
     `versions` are those used by its unfinished requests.
     """

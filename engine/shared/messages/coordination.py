@@ -5,12 +5,12 @@ from typing import Literal
 import msgspec
 
 from engine.shared.messages.adapters import (
-    AdapterSheet,
+    AdapterRequest,
     AdaptersInUse,
     AdaptersView,
-    AdapterWish,
+    AdapterTable,
 )
-from engine.shared.messages.fleet import FleetOrder, FleetWish
+from engine.shared.messages.fleet import FleetOrder, FleetRequest
 from engine.shared.messages.membership import (
     EngineSetup,
     FrontEndEntry,
@@ -60,15 +60,15 @@ class FormGroup(Message, frozen=True):
     group: str = ""
 
 
-class HoldAdapters(Message, frozen=True):
-    """The adapters that engines have to load; ignored by an engine that knows a newer sheet."""
+class ApplyAdapterTable(Message, frozen=True, tag="HoldAdapters"):
+    """The adapters that engines have to load; ignored by an engine that knows a newer table."""
 
     epoch: int
-    sheet: AdapterSheet
+    table: AdapterTable
     group: str = ""
 
 
-class FollowFleet(Message, frozen=True):
+class ApplyFleetOrder(Message, frozen=True, tag="FollowFleet"):
     """The operators' current order; ignored by an engine that knows a newer one."""
 
     epoch: int
@@ -76,7 +76,7 @@ class FollowFleet(Message, frozen=True):
     group: str = ""
 
 
-GroupOrder = FrontEnds | StartDpWave | FormGroup | HoldAdapters | FollowFleet
+GroupOrder = FrontEnds | StartDpWave | FormGroup | ApplyAdapterTable | ApplyFleetOrder
 
 
 # -- back output: engines -> coordinator ---------------------------------------------------------
@@ -249,4 +249,4 @@ class TenantsInUse(Message, frozen=True):
     group: str = ""
 
 
-FrontEndNotice = WakeUp | AdapterWish | AdaptersInUse | FleetWish | TenantsInUse
+FrontEndNotice = WakeUp | AdapterRequest | AdaptersInUse | FleetRequest | TenantsInUse

@@ -55,7 +55,7 @@ class FleetOrder(msgspec.Struct, frozen=True, array_like=True):
     running engines are sent it separately."""
 
 
-class FleetWish(Message, frozen=True):
+class FleetRequest(Message, frozen=True, tag="FleetWish"):
     """An operator's request to all engines, repeated until an order contains its ticket."""
 
     ticket: int

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.shared.messages.adapters import AdapterSheet, HeldAdapter
+from engine.shared.messages.adapters import AdapterLoadResult, AdapterTable
 from engine.shared.messages.fleet import FleetOrder
 from engine.shared.messages.wire import Message
 from engine.shared.scope import EVERYTHING, Scope
@@ -41,7 +41,7 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     images: bool = False
     """Whether prompts can contain images (`AddRequest.encoder_inputs`)."""
     tells_blocks: bool = False
-    """Whether it answers `KvBlocksWanted`."""
+    """Whether it answers `KvBlocksQuery`."""
     image_window: int = 0
     """Bytes of images kept per front end (`engine.shared.image_window`)."""
     kv_role: KvRole = ""
@@ -118,8 +118,8 @@ class Hello(Message, frozen=True):
     """The process's engine group (`--engine-group`)."""
     given: bool = False
     """Whether `index` was assigned by a coordinator earlier in the process's life."""
-    adapters: AdapterSheet | None = None
-    """Newest adapter sheet known, for a coordinator without one."""
+    adapters: AdapterTable | None = None
+    """Newest adapter table known, for a coordinator without one."""
     fleet: FleetOrder | None = None
     """Newest fleet order known, likewise."""
     takes_changes: bool = False
@@ -146,8 +146,8 @@ class Ready(Message, frozen=True):
     incarnation: int
     setup: EngineSetup | None = None
     group_status: GroupStatus | None = None
-    adapters: list[HeldAdapter] = []
-    """Load outcomes of the known sheet's adapters, from engines."""
+    adapters: list[AdapterLoadResult] = []
+    """Load outcomes of the known table's adapters, from engines."""
     use: ProcessUse | None = None
 
 
@@ -158,7 +158,7 @@ class Heartbeat(Message, frozen=True):
     index: int
     incarnation: int
     group_status: GroupStatus | None = None
-    adapters: list[HeldAdapter] = []
+    adapters: list[AdapterLoadResult] = []
     use: ProcessUse | None = None
 
 
@@ -180,7 +180,7 @@ class Draining(Message, frozen=True):
     index: int
     incarnation: int
     group_status: GroupStatus | None = None
-    adapters: list[HeldAdapter] = []
+    adapters: list[AdapterLoadResult] = []
     use: ProcessUse | None = None
 
 
@@ -214,7 +214,7 @@ class Welcome(Message, frozen=True):
     """See `engine.shared.version`; 0 from coordinators that predate the field."""
     version: str = ""
     """Version of Swell, for display."""
-    adapters: AdapterSheet | None = None
+    adapters: AdapterTable | None = None
     """Adapters that an engine has to load before it accepts requests."""
     fleet: FleetOrder | None = None
     """The operators' current order."""

@@ -28,11 +28,11 @@ class ChildFailed(Message, frozen=True):
     reason: str
 
 
-class ChildTurn(Message, frozen=True):
+class ChildHeartbeat(Message, frozen=True, tag="ChildTurn"):
     """The child's main loop makes progress; sent every second once it serves."""
 
 
-ChildStatus = ChildProgress | ChildReady | ChildFailed | ChildTurn
+ChildStatus = ChildProgress | ChildReady | ChildFailed | ChildHeartbeat
 
 
 # -- supervisors of several nodes <-> coordinator -------------------------------------------------
@@ -57,7 +57,7 @@ class NodeEngines(msgspec.Struct, frozen=True, array_like=True):
     """Why the last change failed."""
 
 
-class ScaleWish(msgspec.Struct, frozen=True, array_like=True):
+class ScalingRequest(msgspec.Struct, frozen=True, array_like=True):
     """An operator's request to one of the supervisors."""
 
     number: int
@@ -73,7 +73,7 @@ class NodeReport(Message, frozen=True):
     engines: NodeEngines
     assigned: int
     """Number of the newest assignment applied."""
-    wish: ScaleWish | None = None
+    request: ScalingRequest | None = None
     """Repeated until an order acknowledges it."""
     leaving: bool = False
     protocol: int = 0
@@ -98,13 +98,13 @@ class NodeOrder(Message, frozen=True):
 
     nodes: list[NodeEngines]
     """All nodes, in order of joining."""
-    you: int
+    recipient: int
     """Index of the recipient in `nodes`."""
     busy: bool
     """Whether a node has not yet completed its assignment."""
     assignment: Assignment | None = None
     """Assignment that this node has not confirmed yet."""
-    heard: int = 0
+    acknowledged: int = 0
     """Number of this node's newest request that is completed or impossible."""
     error: str | None = None
     """Why that request is impossible."""

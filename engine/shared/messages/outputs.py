@@ -239,8 +239,8 @@ class EngineCounters(msgspec.Struct, array_like=True):
         """Count a draft of which the first `tokens` tokens were accepted."""
         self.spec_accepted_tokens += tokens
         self.spec_accepted_at += [0] * (tokens - len(self.spec_accepted_at))
-        for place in range(tokens):
-            self.spec_accepted_at[place] += 1
+        for position in range(tokens):
+            self.spec_accepted_at[position] += 1
 
     def count_step(self, tokens: int) -> None:
         """Count a step that computed or sampled `tokens` tokens."""
@@ -295,9 +295,9 @@ class EngineStats(Message, frozen=True):
     """Paused or asleep by an operator's order: requests wait, and no progress is expected."""
     deferred: int = 0
     """Waiting requests that wait for grammar compilation, not for a slot."""
-    alone: int = 0
-    """Id of the request that runs alone from the next step on (see `AddRequest.alone`): a failure
-    of the engine is attributed to it. 0: none."""
+    exclusive_request: int = 0
+    """Id of the request that runs alone from the next step on (see `AddRequest.exclusive_steps`): a
+    failure of the engine is attributed to it. 0: none."""
     hands_over: bool = False
     """Halted, and its requests have to move to engines that are not."""
     adapters: AdapterLoad | None = None

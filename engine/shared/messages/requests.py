@@ -168,7 +168,7 @@ class AddRequest(Message, frozen=True):
     cache_root: bytes = b""
     """Root of its chain of KV block names (`ROOT_SIZE` bytes): only requests with the same root
     share prefixes. Empty: the default root."""
-    alone: int = 0
+    exclusive_steps: int = 0
     """Number of its own steps that have to succeed before other requests are batched with it, as it
     is suspected of killing engines. 0: an ordinary request."""
     group: int = 0
@@ -210,7 +210,7 @@ ALL_BLOCKS = -1
 """Value of `after` from a front end that knows none of an engine's KV blocks."""
 
 
-class KvBlocksWanted(Message, frozen=True):
+class KvBlocksQuery(Message, frozen=True, tag="KvBlocksWanted"):
     """A front end requests the changes of an engine's KV blocks since change number `after`.
 
     Answered by one `KvBlocks` once there are any. A front end has one such request pending; a later
@@ -222,11 +222,11 @@ class KvBlocksWanted(Message, frozen=True):
     """The newest change known, or `ALL_BLOCKS`."""
 
 
-CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksWanted
+CoreInput = AddRequest | AbortRequests | UtilityCall | KvBlocksQuery
 
 
 class RouteTaken(Message, frozen=True):
-    """A front end accepts the connection on which the engine sent `RouteHello.asks`."""
+    """A front end accepts the connection on which the engine sent `RouteHello.wants_reply`."""
 
     session: int
     """Copied from the `RouteHello`."""
@@ -239,13 +239,13 @@ class RouteHello(Message, frozen=True):
     """First message of an engine on a front end's request socket: the route is open.
 
     Repeated as a keep-alive. `session` counts the engine's connections to front ends: a new one
-    means that everything sent on the previous one was dropped. If it `asks`, a front end that can
-    already send requests to the engine answers with `RouteTaken`. An engine that `drains` gets no
-    new requests; it is sent here as well because the coordinator may be unavailable.
+    means that everything sent on the previous one was dropped. If it has `wants_reply`, a front end
+    that can already send requests to the engine answers with `RouteTaken`. An engine that `drains`
+    gets no new requests; it is sent here as well because the coordinator may be unavailable.
     """
 
     rank: int
     incarnation: int
     session: int = 0
-    asks: bool = False
+    wants_reply: bool = False
     drains: bool = False

@@ -4,7 +4,10 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all wire messages: frozen, tagged with the class name, encoded as an array."""
+    """Base of all wire messages: frozen, encoded as an array, tagged with the class name.
+
+    A renamed class states its first name as `tag`, which other releases know.
+    """
 
 
 _encoder = msgspec.msgpack.Encoder()

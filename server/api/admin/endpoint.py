@@ -18,7 +18,7 @@ from engine.shared.messages import (
 from server.api.admin import schema
 from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
-from server.control import SupervisorSilent
+from server.control import SupervisorTimeout
 from server.errors import invalid, unavailable
 
 router = APIRouter(route_class=OperatorRoute)
@@ -56,19 +56,19 @@ async def call_utility(body: schema.UtilityRequest, services: ServicesDep) -> sc
 @router.get("/admin/scale")
 async def scale_status(services: ServicesDep) -> schema.ScaleStatus:
     """Show the current and target number of engines and the phase of each."""
-    return _scale_status(await ask(services, ControlQuery()))
+    return _scale_status(await call_supervisor(services, ControlQuery()))
 
 
 @router.post("/admin/restart")
 async def restart(services: ServicesDep) -> schema.ScaleStatus:
     """Replace the engines one at a time while the rest keep serving."""
-    return _scale_status(await ask(services, RestartEngines()))
+    return _scale_status(await call_supervisor(services, RestartEngines()))
 
 
 @router.post("/admin/scale")
 async def scale(body: schema.ScaleRequest, services: ServicesDep) -> schema.ScaleStatus:
     """Set the target number of engines."""
-    return _scale_status(await ask(services, ScaleEngines(body.data_parallel_size)))
+    return _scale_status(await call_supervisor(services, ScaleEngines(body.data_parallel_size)))
 
 
 def _answers(results: list[UtilityResult]) -> schema.UtilityAnswers:
@@ -98,7 +98,7 @@ def _status(entry: EngineEntry, stats_age: float | None) -> schema.EngineStatus:
     )
 
 
-async def ask(services: Services, request: ControlRequest) -> ControlStatus:
+async def call_supervisor(services: Services, request: ControlRequest) -> ControlStatus:
     """Send a control request to the supervisor and return its response.
 
     Raises:
@@ -110,8 +110,8 @@ async def ask(services: Services, request: ControlRequest) -> ControlStatus:
             code="no_supervisor",
         )
     try:
-        return await services.control.ask(request)
-    except SupervisorSilent as error:
+        return await services.control.call(request)
+    except SupervisorTimeout as error:
         raise unavailable(str(error)) from error
 
 

@@ -20,14 +20,14 @@ from engine.shared.messages import (
     ASLEEP_TAGS,
     AdapterOutcome,
     ControlQuery,
-    FleetWish,
+    FleetRequest,
     PauseMode,
     ScaleEngines,
     UtilityResult,
     UtilityValue,
 )
 from server.api.admin import schema
-from server.api.admin.endpoint import ask
+from server.api.admin.endpoint import call_supervisor
 from server.api.openapi import errors, text_responses
 from server.api.route import OperatorRoute
 from server.api.services import Services, ServicesDep
@@ -38,7 +38,7 @@ from server.router.engine_client import UTILITY_TIMEOUT
 Rank = Annotated[int | None, Query(ge=0, le=MAX_TOKENS)]
 Tag = Literal["weights", "kv_cache", "scheduling"]
 
-_LOOK_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 """Seconds between polls for completion."""
 
 router = APIRouter(route_class=OperatorRoute)
@@ -60,7 +60,7 @@ async def pause(
 async def resume(services: ServicesDep, rank: Rank = None) -> schema.PauseStatus:
     """End a pause."""
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "resume"))
+        await _order(services, FleetRequest(_ticket(), "resume"))
     else:
         await _call(services, rank, "resume")
     return schema.PauseStatus("resumed")
@@ -86,7 +86,7 @@ async def sleep(
         await _pause(services, mode, rank)
         mode = "keep"
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "sleep", mode, level))
+        await _order(services, FleetRequest(_ticket(), "sleep", mode, level))
     else:
         await _call(services, rank, "sleep", level=level, mode=mode)
     if waits:
@@ -102,7 +102,7 @@ async def wake_up(
 ) -> schema.Done:
     """Reallocate memory: all of it, or only what `tags` name, weights first."""
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "wake_up", tags=list(tags or ())))
+        await _order(services, FleetRequest(_ticket(), "wake_up", tags=list(tags or ())))
     else:
         await _call(services, rank, "wake_up", tags=",".join(tags or ASLEEP_TAGS))
     return schema.Done("The engines have what was asked for.")
@@ -150,7 +150,7 @@ async def stop_profile(services: ServicesDep, rank: Rank = None) -> schema.Done:
 async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Done:
     """Scale to this number of engines; return once they run, or after `drain_timeout`."""
     size, until = body.new_data_parallel_size, time.monotonic() + body.drain_timeout
-    status = await ask(services, ScaleEngines(size))
+    status = await call_supervisor(services, ScaleEngines(size))
     while status.busy or status.data_parallel_size != size:
         if status.error is not None:
             raise invalid(status.error, "new_data_parallel_size", code="cannot_scale")
@@ -158,15 +158,15 @@ async def scale(body: schema.ScaleEpRequest, services: ServicesDep) -> schema.Do
             raise unavailable(
                 f"After {body.drain_timeout} s the change is not complete yet; it continues."
             )
-        await asyncio.sleep(_LOOK_INTERVAL)
-        status = await ask(services, ControlQuery())
+        await asyncio.sleep(_POLL_INTERVAL)
+        status = await call_supervisor(services, ControlQuery())
     return schema.Done(f"Scaled to {size} data parallel engines")
 
 
 @router.post("/is_scaling_elastic_ep")
 async def is_scaling(services: ServicesDep) -> schema.IsScaling:
     """Return whether engines are being added, retired or replaced."""
-    return schema.IsScaling((await ask(services, ControlQuery())).busy)
+    return schema.IsScaling((await call_supervisor(services, ControlQuery())).busy)
 
 
 @router.get("/v1/fault_tolerance/status")
@@ -232,7 +232,7 @@ def _changed(outcome: AdapterOutcome, success: str, param: str) -> Response:
 
 async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
     if rank is None:
-        await _order(services, FleetWish(_ticket(), "pause", mode))
+        await _order(services, FleetRequest(_ticket(), "pause", mode))
         return
     await _call(services, rank, "pause", mode=mode)
     until = time.monotonic() + UTILITY_TIMEOUT
@@ -245,11 +245,11 @@ async def _pause(services: Services, mode: PauseMode, rank: int | None) -> None:
                 f"After {UTILITY_TIMEOUT:g} s engine {rank} still runs requests; it takes "
                 "nothing new."
             )
-        await asyncio.sleep(_LOOK_INTERVAL)
+        await asyncio.sleep(_POLL_INTERVAL)
 
 
-async def _order(services: Services, wish: FleetWish) -> None:
-    for answer in await services.client.order_fleet(wish):
+async def _order(services: Services, request: FleetRequest) -> None:
+    for answer in await services.client.order_fleet(request):
         if isinstance(answer.result, dict) and (error := answer.result["fleet_error"]):
             raise invalid(f"Engine {answer.rank}: {error}.", code="utility_failed")
 

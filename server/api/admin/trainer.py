@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(route_class=OperatorRoute)
 
-_LOOK_INTERVAL = 0.02
+_POLL_INTERVAL = 0.02
 """Seconds between polls for all engines having joined or received everything."""
 _MARGIN = 10.0
 
@@ -97,11 +97,11 @@ class _Transfer:
                     "init_weight_transfer_engine",
                     {
                         "master_address": info.master_address, "master_port": info.master_port,
-                        "rank": info.rank_offset + place, "world_size": info.world_size,
+                        "rank": info.rank_offset + index, "world_size": info.world_size,
                         "timeout": info.timeout,
                     },
                 )
-                for place, rank in enumerate(ranks)
+                for index, rank in enumerate(ranks)
             ]  # fmt: skip
             for answers in await asyncio.gather(*calls):
                 results_of(answers, self._field)
@@ -113,7 +113,7 @@ class _Transfer:
         async with self._leaving_if_it_fails():
             if info.packed:
                 raise invalid_field("update_info", "packed must be false.")
-            said = await self.call(
+            states = await self.call(
                 "update_weights",
                 {
                     "names": msgspec.json.encode(info.names).decode(),
@@ -121,10 +121,10 @@ class _Transfer:
                     "shapes": msgspec.json.encode(info.shapes).decode(),
                 },
             )
-            if len({each["is_open"] for each in said}) > 1:
+            if len({each["is_open"] for each in states}) > 1:
                 raise _conflict("not all engines have begun this update")
             await self._until_joined(LOAD_TIMEOUT)
-        return bool(said[0]["is_open"])
+        return bool(states[0]["is_open"])
 
     async def finish(self, version: str | None) -> None:
         """Switch all engines to the weights that they have received.
@@ -154,10 +154,10 @@ class _Transfer:
         while True:
             answers = await self._client.call_utility(None, "weight_transfer", {})
             phases = set()
-            for answer, said in zip(answers, results_of(answers, self._field), strict=True):
-                phases.add(said["phase"])
-                if said["phase"] == "none":
-                    why = said["error"] or "it has started since"
+            for answer, state in zip(answers, results_of(answers, self._field), strict=True):
+                phases.add(state["phase"])
+                if state["phase"] == "none":
+                    why = state["error"] or "it has started since"
                     raise invalid_field(
                         self._field,
                         f"engine {answer.rank} lost the trainer: {why}.",
@@ -169,7 +169,7 @@ class _Transfer:
                 raise invalid_field(
                     self._field, f"not done within {within:g} s.", code="trainer_lost"
                 )
-            await asyncio.sleep(_LOOK_INTERVAL)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     @contextlib.asynccontextmanager
     async def _leaving_if_it_fails(self) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
-from engine.shared.messages import PUSHED, FleetWish, UtilityResult, UtilityValue, WeightsSource
+from engine.shared.messages import PUSHED, FleetRequest, UtilityResult, UtilityValue, WeightsSource
 from server.api.admin.schema import WeightsRequest, WeightsStatus
 from server.api.openapi import errors
 from server.api.route import OperatorRoute
@@ -26,13 +26,13 @@ LOAD_TIMEOUT = 1800.0
 HAND_OVER_SECONDS = 10.0
 """Seconds that running requests get to leave an engine before its weights are replaced."""
 
-_LOOK_INTERVAL = 0.05
+_POLL_INTERVAL = 0.05
 
 
 @router.post("/admin/weights", responses=errors(409))
 async def update_weights(body: WeightsRequest, services: ServicesDep) -> WeightsStatus:
     """Load new weights in all engines; if one fails, all keep their current ones."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     named = body.model if body.revision is None else f"{body.model}@{body.revision}"
     source = WeightsSource(body.model, body.revision, body.weight_version or named)
     if not source.version.isascii() or not source.version.isprintable():
@@ -40,7 +40,7 @@ async def update_weights(body: WeightsRequest, services: ServicesDep) -> Weights
             "weight_version", "is required, because the model's name cannot be sent in a header"
         )
     ranks = await Update(services.client, source, "model").run(rolling=body.mode == "rolling")
-    seconds = round(time.monotonic() - began, 3)
+    seconds = round(time.monotonic() - started_at, 3)
     return WeightsStatus(source.version, ranks, seconds)
 
 
@@ -66,20 +66,20 @@ class Update:
             ApiError: an engine could not be updated; updated engines were rolled back.
             NoEngineAvailable: no engine is registered.
         """
-        self._client.check_takes_requests()
+        self._client.check_accepts_requests()
         infos = await self._client.call_utility(None, "info", {})
-        for info, said in zip(infos, results_of(infos, self._field), strict=True):
-            self._updates[info.rank] = int(said["weight_updates"] or 0)
+        for info, state in zip(infos, results_of(infos, self._field), strict=True):
+            self._updates[info.rank] = int(state["weight_updates"] or 0)
         ranks = sorted(self._updates)
         try:
             if rolling:
                 for rank in ranks:
-                    await self._replace_in(rank, alone=len(ranks) == 1)
+                    await self._replace_in(rank, only=len(ranks) == 1)
             else:
                 loads = [self._load(rank, self._source) for rank in ranks]
                 self._take([each for loaded in await asyncio.gather(*loads) for each in loaded])
-            wish = FleetWish(secrets.randbits(60), "weights", weights=self._source)
-            await self._client.order_fleet(wish)
+            request = FleetRequest(secrets.randbits(60), "weights", weights=self._source)
+            await self._client.order_fleet(request)
         except (ApiError, NoEngineAvailable, asyncio.CancelledError) as error:
             logger.warning("reverting weights %s: %s", self._source.version, error)
             # The client may have disconnected: the engines must stay consistent regardless.
@@ -90,25 +90,25 @@ class Update:
         logger.info("engines %s use weights %s", ranks, self._source.version)
         return ranks
 
-    async def _replace_in(self, rank: int, *, alone: bool) -> None:
-        """Replace the weights of one engine; if not `alone`, its requests move to others."""
-        info = await self._ask(rank, "info")
-        halts = not alone and not info["is_paused"] and not info["is_sleeping"]
+    async def _replace_in(self, rank: int, *, only: bool) -> None:
+        """Replace the weights of one engine; unless it is the `only` one, its requests move."""
+        info = await self._call(rank, "info")
+        halts = not only and not info["is_paused"] and not info["is_sleeping"]
         if halts:
-            await self._ask(rank, "pause", mode="move")
+            await self._call(rank, "pause", mode="move")
         try:
             until = time.monotonic() + HAND_OVER_SECONDS
             while halts and time.monotonic() < until:
-                info = await self._ask(rank, "info")
+                info = await self._call(rank, "info")
                 if not info["running"] and not info["waiting"]:
                     break
-                await asyncio.sleep(_LOOK_INTERVAL)
+                await asyncio.sleep(_POLL_INTERVAL)
             self._take(await self._load(rank, self._source))
         finally:
             if halts:
                 await asyncio.shield(self._client.call_utility(rank, "resume", {}))
 
-    async def _ask(
+    async def _call(
         self, rank: int, name: str, **arguments: UtilityValue
     ) -> dict[str, UtilityValue]:
         answers = await self._client.call_utility(rank, name, arguments)

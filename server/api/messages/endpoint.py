@@ -42,6 +42,6 @@ async def create_message(body: MessagesRequest, call: Call, services: ServicesDe
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, services: ServicesDep) -> TokenCount:
     """Count the tokens of a conversation's prompt."""
-    services.asked_model(body.model)
+    services.requested_model(body.model)
     source, blame = parse_count(body)
     return TokenCount(await count_tokens_of(source, services, "messages", blame))

@@ -46,14 +46,14 @@ def _as_chat(
 ) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and a function that maps its errors back to the request."""
     _check(request)
-    turns = _Turns()
+    chat = _ChatMessages()
     if request.system is not None:
-        turns.add({"role": "system", "content": _text(request.system)}, "system")
+        chat.add({"role": "system", "content": _text(request.system)}, "system")
     for index, turn in enumerate(request.messages):
-        turns.take(turn, f"messages[{index}]")
+        chat.take(turn, f"messages[{index}]")
     thinking, config = request.thinking, request.output_config
     body: dict[str, Any] = {
-        "messages": turns.messages,
+        "messages": chat.messages,
         "chat_template_kwargs": request.chat_template_kwargs,
         "thinking": None if thinking is None else {"type": thinking.type},
     }
@@ -67,12 +67,12 @@ def _as_chat(
             omitted = thinking.type == "disabled" or thinking.display == "omitted"
             body["include_reasoning"] = not omitted
             body["thinking_token_budget"] = thinking.budget_tokens
-    if turns.messages[-1]["role"] == "assistant":
+    if chat.messages[-1]["role"] == "assistant":
         body |= {"add_generation_prompt": False, "continue_final_message": True}
     functions = [
         index
         for index, tool in enumerate(request.tools or ())
-        if tool.type in (None, "custom") and tool.name not in turns.removed_tools
+        if tool.type in (None, "custom") and tool.name not in chat.removed_tools
     ]
     body["tools"] = [_tool((request.tools or [])[index]) for index in functions]
     if request.tool_choice is not None:
@@ -84,7 +84,7 @@ def _as_chat(
     sent = {name: value for name, value in body.items() if value is not None}
 
     def blame(error: ApiError) -> ApiError:
-        return error.renamed(partial(_renamed, turns, functions))
+        return error.renamed(partial(_renamed, chat, functions))
 
     return chat_request(sent, blame), blame
 
@@ -105,37 +105,37 @@ def _check(request: schema.MessagesRequest | schema.CountTokensRequest) -> None:
         raise invalid_field("thinking.budget_tokens", "must be less than max_tokens")
 
 
-class _Turns:
+class _ChatMessages:
     """Collects messages of the chat completion, each with the request field it came from."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.paths: list[str] = []
         self.parts: dict[str, str] = {}
         """Request field of each image, by its field in the chat completion."""
         self.removed_tools: set[str] = set()
 
-    def add(self, message: dict[str, Any], place: str) -> None:
+    def add(self, message: dict[str, Any], path: str) -> None:
         """Add a message."""
         self.messages.append(message)
-        self.places.append(place)
+        self.paths.append(path)
 
-    def take(self, turn: schema.Turn, place: str) -> None:
+    def take(self, turn: schema.Turn, path: str) -> None:
         """Add a turn; each tool result becomes a separate message."""
         if isinstance(turn.content, str):
-            self.add({"role": turn.role, "content": turn.content}, place)
+            self.add({"role": turn.role, "content": turn.content}, path)
         elif turn.role == "assistant":
-            self.add(_assistant(turn.content, place), place)
+            self.add(_assistant(turn.content, path), path)
         elif turn.role == "system":
             texts = [
-                self._system(block, f"{place}.content[{index}]")
+                self._system(block, f"{path}.content[{index}]")
                 for index, block in enumerate(turn.content)
             ]
-            self.add({"role": "system", "content": "\n".join(texts)}, place)
+            self.add({"role": "system", "content": "\n".join(texts)}, path)
         else:
-            self._user(turn.content, place)
+            self._user(turn.content, path)
 
-    def _system(self, block: schema.Block, place: str) -> str:
+    def _system(self, block: schema.Block, path: str) -> str:
         match block:
             case schema.TextBlock():
                 return block.text
@@ -146,19 +146,19 @@ class _Turns:
                 self.removed_tools.add(block.tool.name)
                 return f"The tool {block.tool.name} is no longer available."
             case _:
-                _refuse(block, place, "system")
+                _refuse(block, path, "system")
 
-    def _user(self, blocks: Sequence[schema.Block], place: str) -> None:
-        said = _Said()
+    def _user(self, blocks: Sequence[schema.Block], path: str) -> None:
+        content = _MessageContent()
         for index, block in enumerate(blocks):
-            field = f"{place}.content[{index}]"
+            field = f"{path}.content[{index}]"
             match block:
                 case schema.ImageBlock():
-                    said.show(block, field)
+                    content.add_image(block, field)
                 case schema.TextBlock() | schema.SearchResultBlock():
-                    said.say(_read(block))
+                    content.add_text(_read(block))
                 case schema.DocumentBlock() if block.source.type == "text":
-                    said.say(_read(block))
+                    content.add_text(_read(block))
                 case schema.DocumentBlock():
                     source = f"{field}.source.type"
                     raise invalid_field(
@@ -170,30 +170,30 @@ class _Turns:
                     pass
                 case _:
                     _refuse(block, field, "user")
-        if said.parts or not blocks:
-            self._add_said({"role": "user"}, said, place)
+        if content.parts or not blocks:
+            self._add_content({"role": "user"}, content, path)
 
-    def _result(self, block: schema.ToolResultBlock, place: str) -> None:
-        result = _Said()
+    def _result(self, block: schema.ToolResultBlock, path: str) -> None:
+        result = _MessageContent()
         content = block.content or ""
         for index, each in enumerate([] if isinstance(content, str) else content):
             if isinstance(each, schema.ImageBlock):
-                result.show(each, f"{place}.content[{index}]")
+                result.add_image(each, f"{path}.content[{index}]")
             else:
-                result.say(_read(each))
+                result.add_text(_read(each))
         if isinstance(content, str):
-            result.say(content)
+            result.add_text(content)
         if block.is_error:
-            result.begin("Error: ")
-        self._add_said({"role": "tool", "tool_call_id": block.tool_use_id}, result, place)
+            result.prepend("Error: ")
+        self._add_content({"role": "tool", "tool_call_id": block.tool_use_id}, result, path)
 
-    def _add_said(self, message: dict[str, Any], said: "_Said", place: str) -> None:
-        for part, field in said.fields.items():
+    def _add_content(self, message: dict[str, Any], content: "_MessageContent", path: str) -> None:
+        for part, field in content.fields.items():
             self.parts[f"messages[{len(self.messages)}].content[{part}]"] = field
-        self.add({**message, "content": said.content}, place)
+        self.add({**message, "content": content.content}, path)
 
 
-class _Said:
+class _MessageContent:
     """Collects the content of a message: texts, and images with the fields they came from."""
 
     def __init__(self) -> None:
@@ -205,11 +205,11 @@ class _Said:
         """One string if there are no images, else the list of parts."""
         return self.parts if self.fields else "\n".join(part["text"] for part in self.parts)
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add a text."""
         self.parts.append({"type": "text", "text": text})
 
-    def begin(self, text: str) -> None:
+    def prepend(self, text: str) -> None:
         """Prepend a text."""
         if self.parts and self.parts[0]["type"] == "text":
             self.parts[0]["text"] = text + self.parts[0]["text"]
@@ -217,7 +217,7 @@ class _Said:
             self.parts.insert(0, {"type": "text", "text": text})
             self.fields = {part + 1: field for part, field in self.fields.items()}
 
-    def show(self, block: schema.ImageBlock, field: str) -> None:
+    def add_image(self, block: schema.ImageBlock, field: str) -> None:
         """Add an image."""
         self.fields[len(self.parts)] = field
         part: dict[str, Any] = {"type": "image"}
@@ -229,40 +229,40 @@ class _Said:
         self.parts.append(part)
 
 
-def _assistant(blocks: Sequence[schema.Block], place: str) -> dict[str, Any]:
-    said: list[str] = []
-    thought: list[str] = []
+def _assistant(blocks: Sequence[schema.Block], path: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         match block:
             case schema.TextBlock():
-                said.append(block.text)
+                texts.append(block.text)
             case schema.ThinkingBlock():
-                thought.append(block.thinking)
+                thoughts.append(block.thinking)
             case schema.RedactedThinkingBlock() | schema.HostedBlock():
                 pass
             case schema.CompactionBlock(content=None, encrypted_content=str()):
                 raise invalid_field(
-                    f"{place}.content[{index}]",
+                    f"{path}.content[{index}]",
                     "a conversation that another server has compacted cannot be read",
                 )
             case schema.CompactionBlock():
-                said.append(block.content or "")
+                texts.append(block.content or "")
             case schema.ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
-                _refuse(block, f"{place}.content[{index}]", "assistant")
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
-    if thought:
-        message["reasoning_content"] = "\n".join(thought)
+                _refuse(block, f"{path}.content[{index}]", "assistant")
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _refuse(block: schema.Block, place: str, role: str) -> NoReturn:
-    field = f"{place}.type"
+def _refuse(block: schema.Block, path: str, role: str) -> NoReturn:
+    field = f"{path}.type"
     raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
 
 
@@ -299,7 +299,7 @@ def _tool(tool: schema.MessageTool) -> dict[str, Any]:
 def _choice(
     choice: schema.MessageToolChoice, tools: Sequence[schema.MessageTool], functions: Sequence[int]
 ) -> dict[str, Any]:
-    wanted: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    chat_choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
     others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in functions}
     if choice.type == "any" and others and not functions:
         raise not_served(*next(iter(others.items())))
@@ -308,8 +308,8 @@ def _choice(
             raise invalid_field("tool_choice.name", "Field required")
         if choice.name in others:
             raise not_served(choice.name, others[choice.name])
-        wanted = {"type": "function", "function": {"name": choice.name}}
-    return {"tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+        chat_choice = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": chat_choice, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
 _RENAMED = (
@@ -326,14 +326,14 @@ _RENAMED = (
 )
 
 
-def _renamed(turns: _Turns, functions: Sequence[int], param: str) -> str:
+def _renamed(chat: _ChatMessages, functions: Sequence[int], param: str) -> str:
     """Return the request field that a field of the chat completion was made from."""
     tool = re.match(r"tools\[(\d+)\]", param)
     if tool is not None:
         param = f"tools[{functions[int(tool[1])]}]{param[tool.end() :]}"
-    if param in turns.parts:
-        return turns.parts[param]
+    if param in chat.parts:
+        return chat.parts[param]
     turn = re.match(r"messages\[(\d+)\]", param)
-    if turn is not None and int(turn[1]) < len(turns.places):
-        return turns.places[int(turn[1])]
+    if turn is not None and int(turn[1]) < len(chat.paths):
+        return chat.paths[int(turn[1])]
     return renamed(param, _RENAMED)

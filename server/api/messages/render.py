@@ -3,7 +3,7 @@
 import msgspec
 
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
-from server.api.growing import Growing, GrowingBody
+from server.api.answer_builder import AnswerBuilder, BuiltBody
 from server.api.messages import schema
 from server.api.rendering import Renderer
 from server.errors import ApiError, MessagesErrorResponse, message_error
@@ -14,11 +14,11 @@ from server.text.detokenizer import TokenTable
 
 def renderer(body: schema.MessagesRequest, request: GenerationRequest, _: TokenTable) -> Renderer:
     """Return the renderer for a request's answer."""
-    growing = GrowingMessage(request)
-    return growing if body.stream else GrowingBody(growing)
+    builder = MessageBuilder(request)
+    return builder if body.stream else BuiltBody(builder)
 
 
-class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.MessageEvent]):
+class MessageBuilder(AnswerBuilder[schema.Message, schema.ContentBlock, schema.MessageEvent]):
     """Builds a message block by block."""
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -46,15 +46,15 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
         match part:
             case ReasoningText(text):
                 begun = isinstance(self._open, schema.ThinkingContent)
-                told = [] if begun else self._switch(schema.ThinkingContent(""))
-                return [*told, self._more(text, schema.MessageThinkingDelta(text))]
+                emitted = [] if begun else self._switch(schema.ThinkingContent(""))
+                return [*emitted, self._more(text, schema.MessageThinkingDelta(text))]
             case ContentText(text):
-                told = (
+                emitted = (
                     []
                     if isinstance(self._open, schema.TextContent)
                     else self._switch(schema.TextContent(""))
                 )
-                return [*told, self._more(text, schema.MessageTextDelta(text))]
+                return [*emitted, self._more(text, schema.MessageTextDelta(text))]
             case CallBegin(_, name):
                 return self._switch(schema.ToolUseContent(self._new_call_id(), name, {}))
             case CallArguments(_, text):
@@ -80,7 +80,7 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
         return [schema.BlockStop(index)]
 
     def _complete(self, usage: Usage) -> list[schema.MessageEvent]:
-        told, message = self._close_item(), self.answer
+        emitted, message = self._close_item(), self.answer
         message.content = self.items
         cached = usage.cached_tokens
         message.usage = schema.MessageUsage(
@@ -99,7 +99,7 @@ class GrowingMessage(Growing[schema.Message, schema.ContentBlock, schema.Message
             message.unreadable_tool_use = [calls[index] for index in unreadable]
         if calls and message.stop_reason == "end_turn":
             message.stop_reason = "tool_use"
-        return told
+        return emitted
 
 
 def _object(text: str) -> msgspec.Raw | dict[str, object]:

@@ -11,22 +11,22 @@ import msgspec
 from fastapi import APIRouter, Response
 from starlette.types import Message
 
+from server.api.answer_builder import BuiltBody, event_frames
 from server.api.generation import Generation
-from server.api.growing import GrowingBody, event_frames
 from server.api.openapi import QUEUED, REQUEST_HEADERS, event_responses, json_responses
 from server.api.responses import items
 from server.api.responses.events import ResponseEvent, ResponseFailed
-from server.api.responses.journal import Journal, told
-from server.api.responses.keeping import (
-    NOT_KEPT,
+from server.api.responses.journal import Journal, follow_events
+from server.api.responses.parse import parse, parse_count
+from server.api.responses.render import initial_response, response_builder
+from server.api.responses.request_storage import (
+    NOT_STORED,
     TOO_MANY_IN_BACKGROUND,
-    Keeping,
+    RequestStorage,
     item_of,
     now,
-    own_items,
+    request_items,
 )
-from server.api.responses.parse import parse, parse_count
-from server.api.responses.render import begun_response, growing_response
 from server.api.responses.schema import MessageItem, ResponsesRequest
 from server.api.route import ModelRoute
 from server.api.services import Services, ServicesDep
@@ -40,12 +40,20 @@ from server.text.detokenizer import TokenTable
 
 RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent))
 
-_ASKED = (
+_SUMMARY_PROMPT = (
     "Summarize the conversation so far for an assistant that goes on with it and sees nothing "
     "else of it: the task, what was decided and done, names and numbers that matter, what is left "
     "to do. Write the summary only."
 )
-_LEFT_OUT = ("tools", "tool_choice", "text", "structured_outputs", "stream", "store", "background")
+_ANSWER_FIELDS = (
+    "tools",
+    "tool_choice",
+    "text",
+    "structured_outputs",
+    "stream",
+    "store",
+    "background",
+)
 """Fields that affect only the answer, not the conversation."""
 
 logger = logging.getLogger(__name__)
@@ -57,30 +65,34 @@ async def create_response(
     body: ResponsesRequest, call: Call, services: ServicesDep
 ) -> Response | items.Response:
     """Generate a response: output items for a list of input items."""
-    keeping = Keeping(call, services, body)
-    whole, earlier = await keeping.whole_request()
+    storage = RequestStorage(call, services, body)
+    full, earlier = await storage.full_request()
     if body.background:
-        return await _answer_at_once(call, services, keeping, whole, earlier)
+        return await _answer_immediately(call, services, storage, full, earlier)
     parsed = partial(parse, earlier=earlier)
-    return Generation(call, services, whole, parsed, keeping.renderer, keeping.keep)
+    return Generation(call, services, full, parsed, storage.renderer, storage.store_final)
 
 
 @router.post("/v1/responses/compact", responses=json_responses(items.Compaction) | QUEUED)
 async def compact_response(body: ResponsesRequest, call: Call, services: ServicesDep) -> Response:
     """Replace a list of items with a shorter one that later requests can continue."""
-    whole, earlier = await Keeping(call, services, body).whole_request()
-    asked = [*own_items(whole), MessageItem(role="user", content=_ASKED)]
-    changed: dict[str, Any] = {**dict.fromkeys(_LEFT_OUT), "input": asked, "truncation": "auto"}
-    asking = whole.model_copy(update=changed)
-    return Generation(call, services, asking, partial(parse, earlier=earlier), _compaction)
+    full, earlier = await RequestStorage(call, services, body).full_request()
+    conversation = [*request_items(full), MessageItem(role="user", content=_SUMMARY_PROMPT)]
+    changed: dict[str, Any] = {
+        **dict.fromkeys(_ANSWER_FIELDS),
+        "input": conversation,
+        "truncation": "auto",
+    }
+    summary_request = full.model_copy(update=changed)
+    return Generation(call, services, summary_request, partial(parse, earlier=earlier), _compaction)
 
 
 def _compaction(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable
-) -> GrowingBody[items.Response]:
+) -> BuiltBody[items.Response]:
     """Return a renderer of the response text as a summary, after the users' messages."""
-    said = [each for each in own_items(body)[:-1] if isinstance(each, MessageItem)]
-    kept = [item_of(each) for each in said if each.role == "user"]
+    earlier = [each for each in request_items(body)[:-1] if isinstance(each, MessageItem)]
+    questions = [item_of(each) for each in earlier if each.role == "user"]
 
     def show(response: items.Response) -> items.Compaction:
         messages = [each for each in response.output if isinstance(each, items.OutputMessage)]
@@ -93,11 +105,11 @@ def _compaction(
         return items.Compaction(
             id=response.id,
             created_at=response.created_at,
-            output=[*kept, packed],
+            output=[*questions, packed],
             usage=response.usage,
         )
 
-    return GrowingBody(growing_response(body, request, table, None), show)
+    return BuiltBody(response_builder(body, request, table, None), show)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -105,17 +117,17 @@ async def count_input_tokens(
     body: ResponsesRequest, call: Call, services: ServicesDep
 ) -> items.InputTokens:
     """Count the tokens of a response's input."""
-    services.asked_model(body.model)
-    whole, earlier = await Keeping(call, services, body).whole_request()
-    source, blame = parse_count(whole, earlier)
+    services.requested_model(body.model)
+    full, earlier = await RequestStorage(call, services, body).full_request()
+    source, blame = parse_count(full, earlier)
     return items.InputTokens(await count_tokens_of(source, services, "input", blame))
 
 
 # -- requests with `background`: answered immediately; responses are generated and stored later ----
 
 
-async def _answer_at_once(
-    call: Call, services: Services, keeping: Keeping, request: ResponsesRequest, earlier: int
+async def _answer_immediately(
+    call: Call, services: Services, storage: RequestStorage, request: ResponsesRequest, earlier: int
 ) -> Response | items.Response:
     """Start a response and return it before there is any output, or stream its events.
 
@@ -123,17 +135,17 @@ async def _answer_at_once(
         ApiError: it exceeds the operator's limits, too many are being generated, or it cannot be
             stored.
     """
-    model, _ = services.asked_model(request.model)
+    model, _ = services.requested_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
     store, owner = services.store, str(call.tenant.id)
     assert store is not None, "background is refused without it"
     if store.jobs.is_full_for(owner):
         raise TOO_MANY_IN_BACKGROUND
-    response = begun_response(request, keeping.name, now(), model)
+    response = initial_response(request, storage.name, now(), model)
     response.store = True
     try:
-        await keeping.put(response, begins=True)
-    except NOT_KEPT as error:
+        await storage.put(response, is_new=True)
+    except NOT_STORED as error:
         raise unavailable("The response could not be stored; try again later.") from error
     parsed = partial(parse, earlier=earlier)
     journal = Journal(store, owner, response.id) if request.stream else None
@@ -143,11 +155,13 @@ async def _answer_at_once(
             await journal.add(message["body"])
 
     detached = call.detached(store_events)
-    making = Generation(detached, services, request, parsed, keeping.renderer, keeping.keep)
-    made = _make(detached, making, keeping, response, journal, store.jobs)
-    store.jobs.begin(response.id, owner, made)
+    generation = Generation(
+        detached, services, request, parsed, storage.renderer, storage.store_final
+    )
+    task = _make(detached, generation, storage, response, journal, store.jobs)
+    store.jobs.begin(response.id, owner, task)
     if request.stream:
-        frames = told(store, owner, response.id, services.config.http.sse_keep_alive)
+        frames = follow_events(store, owner, response.id, services.config.http.sse_keep_alive)
         return Pushed(partial(_send, call, frames))
     return msgspec.structs.replace(response, status="queued")
 
@@ -162,35 +176,37 @@ async def _send(call: Call, frames: AsyncIterator[bytes]) -> None:
 
 async def _make(
     call: Call,
-    making: Generation[ResponsesRequest],
-    keeping: Keeping,
-    begun: items.Response,
+    generation: Generation[ResponsesRequest],
+    storage: RequestStorage,
+    initial: items.Response,
     journal: Journal | None,
     jobs: Jobs,
 ) -> None:
     """Run a response to its end; store its final status if it did not complete."""
-    ended = _failed(begun, "server_error", "The generation was aborted.")
+    ended = _failed(initial, "server_error", "The generation was aborted.")
     try:
-        await making.generate()
-        if keeping.ended:
+        await generation.generate()
+        if storage.ended:
             return
     except asyncio.CancelledError:
-        ended = msgspec.structs.replace(begun, status="cancelled")
+        ended = msgspec.structs.replace(initial, status="cancelled")
         if jobs.closing:
-            ended = _failed(begun, "server_error", "The server ended before the response did.")
+            ended = _failed(initial, "server_error", "The server ended before the response did.")
     except Exception as error:
         known = foreseen(error, call.request_id)
-        ended = _failed(begun, known.code or known.kind, known.message)
+        ended = _failed(initial, known.code or known.kind, known.message)
     finally:
         call.release()
     if journal is not None and not journal.ended and ended.status == "failed":
         event = ResponseFailed(response=ended, sequence_number=journal.next_number)
         await journal.add(event_frames([event]))
     try:
-        await keeping.put(ended)
-    except NOT_KEPT:
+        await storage.put(ended)
+    except NOT_STORED:
         logger.warning("response %s could not be stored as %s", ended.id, ended.status)
 
 
-def _failed(begun: items.Response, code: str, message: str) -> items.Response:
-    return msgspec.structs.replace(begun, status="failed", error=items.ResponseError(code, message))
+def _failed(initial: items.Response, code: str, message: str) -> items.Response:
+    return msgspec.structs.replace(
+        initial, status="failed", error=items.ResponseError(code, message)
+    )

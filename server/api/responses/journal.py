@@ -7,28 +7,28 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from server.api.growing import event_frames
+from server.api.answer_builder import event_frames
 from server.api.responses.events import ErrorEvent
 from server.http.call import COMMENT
-from server.limits import MAX_KEPT_BATCHES, MAX_KEPT_EVENTS
+from server.limits import MAX_STORED_BATCHES, MAX_STORED_EVENTS
 from server.store.records import UNFINISHED, Part, StoreFull
 from server.store.service import ResponseStore, StoreUnavailable
 from server.store.sql import SqlBackend
 
 logger = logging.getLogger(__name__)
 
-_BETWEEN_WRITES = 0.1
+_WRITE_INTERVAL = 0.1
 """Minimum seconds between writes; events in between are batched."""
-_LOOK = 0.1
+_POLL_INTERVAL = 0.1
 """Seconds between polls for new events."""
-_LAST_LOOKS = 20
+_LAST_POLLS = 20
 """Polls for the last event of an ended response; its process may have died before writing it."""
 
 _LARGE = 2**16
 """Events of at least this many bytes count against the limit until their client has read them."""
 _COPIES = 3
 """Copies of events in memory during sending: here, as a chunk, and in the transport."""
-_UNTIL_THERE_IS_ROOM = 1.0
+_MEMORY_RETRY_INTERVAL = 1.0
 """Seconds between retries while a client's events exceed the memory limit."""
 _MAX_FAILURES = 100
 """Maximum consecutive failures of the store."""
@@ -67,12 +67,12 @@ class Journal:
         """
         self._unwritten += [each + _END for each in frames.split(_END)[:-1]]
         self.ended = bool(self._unwritten) and self._unwritten[-1].startswith(_LAST_EVENTS)
-        if self.ended or time.monotonic() - self._written_at > _BETWEEN_WRITES:
+        if self.ended or time.monotonic() - self._written_at > _WRITE_INTERVAL:
             await self._write()
 
     async def _write(self) -> None:
         events, number = self._unwritten, self.next_number
-        if self._size > MAX_KEPT_EVENTS:
+        if self._size > MAX_STORED_EVENTS:
             events = [each for each in events[-1:] if each.startswith(_LAST_EVENTS)]
         batch = Part(position=number - len(events), body=b"".join(events))
         self._first, self._unwritten = number, []
@@ -86,7 +86,7 @@ class Journal:
             logger.warning("events of response %s are not stored: %s", self._id, error)
 
 
-class _Look(msgspec.Struct):
+class _Poll(msgspec.Struct):
     """Result of one poll for events of a response."""
 
     after: int
@@ -96,10 +96,10 @@ class _Look(msgspec.Struct):
     is_behind: bool = False
     """Whether more events are already stored."""
     done: bool = False
-    looks_left: int = _LAST_LOOKS
+    polls_left: int = _LAST_POLLS
 
 
-async def told(
+async def follow_events(
     store: ResponseStore, owner: str, id_: str, keep_alive: float, after: int = -1
 ) -> AsyncIterator[bytes]:
     """Yield the frames of a response's events from number `after` + 1 on, as they are stored.
@@ -108,20 +108,20 @@ async def told(
     seconds of silence a comment is sent; 0 disables this. Failures of the store are retried; if
     they persist, the last event reports the error.
     """
-    seen, failures = _Look(after), 0
-    told_at = time.monotonic()
+    last, failures = _Poll(after), 0
+    last_sent_at = time.monotonic()
     with store.followers.holding(owner, 1):
         yield b""
-        while not seen.done:
-            found = seen
+        while not last.done:
+            poll = last
             try:
-                found = await _look(store, owner, id_, seen)
+                poll = await _poll(store, owner, id_, last)
                 failures = 0
             except StoreUnavailable:
                 failures += 1
                 if failures == _MAX_FAILURES:
                     unavailable = ErrorEvent(
-                        sequence_number=seen.after + 1,
+                        sequence_number=last.after + 1,
                         code="server_error",
                         message="The events cannot be read now; ask for the rest later "
                         "(starting_after).",
@@ -129,58 +129,58 @@ async def told(
                     )
                     yield event_frames([unavailable])
                     return
-            frames, found.frames = found.frames, b""
-            if not frames and keep_alive and time.monotonic() - told_at >= keep_alive:
+            frames, poll.frames = poll.frames, b""
+            if not frames and keep_alive and time.monotonic() - last_sent_at >= keep_alive:
                 frames = COMMENT
-            held = len(frames) * _COPIES if len(frames) > _LARGE else 0
-            if held and store.unread.exceeded(owner, held):
+            size = len(frames) * _COPIES if len(frames) > _LARGE else 0
+            if size and store.unread.exceeded(owner, size):
                 frames = b""  # must not stay in memory during the sleep
-                await asyncio.sleep(_UNTIL_THERE_IS_ROOM)
+                await asyncio.sleep(_MEMORY_RETRY_INTERVAL)
                 continue  # read the same events again
-            seen = found
+            last = poll
             if frames:
-                told_at = time.monotonic()
-                with store.unread.holding(owner, held):
+                last_sent_at = time.monotonic()
+                with store.unread.holding(owner, size):
                     yield frames
                 frames = b""
-            if not seen.done and not seen.is_behind:
-                await asyncio.sleep(_LOOK)
+            if not last.done and not last.is_behind:
+                await asyncio.sleep(_POLL_INTERVAL)
 
 
-async def _look(store: ResponseStore, owner: str, id_: str, seen: _Look) -> _Look:
+async def _poll(store: ResponseStore, owner: str, id_: str, last: _Poll) -> _Poll:
     """Return the new events; idempotent, so a failure of the store loses none."""
-    progress = await store.call(SqlBackend.progress, owner, id_, seen.after)
+    progress = await store.call(SqlBackend.progress, owner, id_, last.after)
     if progress is None:
-        return _Look(seen.after, done=True)
-    found = _Look(seen.after, looks_left=seen.looks_left)
-    found.is_behind = len(progress.events) == MAX_KEPT_BATCHES
+        return _Poll(last.after, done=True)
+    poll = _Poll(last.after, polls_left=last.polls_left)
+    poll.is_behind = len(progress.events) == MAX_STORED_BATCHES
     frames: list[bytes] = []
     for batch in progress.events:
-        first, every = batch.position or 0, batch.body.split(_END)[:-1]
-        found.done |= every[-1].startswith(_LAST_EVENTS)
-        frames += every[max(0, found.after + 1 - first) :]
-        found.after = max(found.after, first + len(every) - 1)
-    if frames or found.done:
-        found.frames = _END.join([*frames, b""])
-        return found
+        first, in_batch = batch.position or 0, batch.body.split(_END)[:-1]
+        poll.done |= in_batch[-1].startswith(_LAST_EVENTS)
+        frames += in_batch[max(0, poll.after + 1 - first) :]
+        poll.after = max(poll.after, first + len(in_batch) - 1)
+    if frames or poll.done:
+        poll.frames = _END.join([*frames, b""])
+        return poll
     status = progress.status
     if status == "failed":
-        found.looks_left = 0  # the terminal event is written before this status
+        poll.polls_left = 0  # the terminal event is written before this status
     elif status not in UNFINISHED:
-        found.looks_left -= 1
+        poll.polls_left -= 1
     abandoned = store.is_abandoned(id_, status, progress.beat)
     if status == "cancelled":
-        found.done = True
-    elif found.looks_left <= 0 or abandoned:
+        poll.done = True
+    elif poll.polls_left <= 0 or abandoned:
         record = await store.call(SqlBackend.get, owner, id_)
-        found.done = True
+        poll.done = True
         if record is not None:
             body = as_failed(record.body) if abandoned else record.body
             shown = msgspec.json.decode(body)
             name = f"response.{shown['status']}"
-            event = {"type": name, "sequence_number": found.after + 1, "response": shown}
-            found.frames = b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))
-    return found
+            event = {"type": name, "sequence_number": poll.after + 1, "response": shown}
+            poll.frames = b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(event))
+    return poll
 
 
 def as_failed(body: bytes) -> bytes:

@@ -67,19 +67,19 @@ def parse_count(request: schema.ResponsesRequest, earlier: int) -> tuple[Convers
 def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatCompletionRequest, Blame]:
     """Return a chat completion, and a function that maps its errors back to the request."""
     _check(request)
-    goes_on_with = "previous_response_id" if request.conversation is None else "conversation"
-    turns = _Turns()
+    continues_field = "previous_response_id" if request.conversation is None else "conversation"
+    chat = _ChatMessages()
     if request.instructions is not None:
-        turns.say("system", request.instructions, "instructions")
+        chat.add_message("system", request.instructions, "instructions")
     given = request.input or ""
     if isinstance(given, str):
-        turns.say("user", given, "input")
+        chat.add_message("user", given, "input")
     else:
         for index, item in enumerate(given):
-            turns.add(item, goes_on_with if index < earlier else f"input[{index - earlier}]")
+            chat.add(item, continues_field if index < earlier else f"input[{index - earlier}]")
     body: dict[str, Any] = {name: getattr(request, name) for name in schema.PASSED_ON}
     body |= {
-        "messages": turns.messages,
+        "messages": chat.messages,
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": _wants_logprobs(request),
         "top_logprobs": request.top_logprobs if _wants_logprobs(request) else None,
@@ -105,7 +105,7 @@ def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatComple
     def named(param: str) -> str:
         tool = _TOOL.match(param)
         if tool is None:
-            return _renamed(turns.places, param)
+            return _renamed(chat.paths, param)
         found = offered[int(tool[1])]
         if tool[2] in (".parameters", ".input_grammar"):
             return f"{found.field}.{'format' if found.kind == 'custom' else 'parameters'}"
@@ -131,7 +131,7 @@ def _check(request: schema.ResponsesRequest) -> None:
             raise invalid_field(f"include[{index}]", f"unknown value {value!r}")
 
 
-class _Turns:
+class _ChatMessages:
     """Collects items into messages, each with the request field it came from.
 
     Consecutive items of the assistant form one turn.
@@ -139,25 +139,25 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.paths: list[str] = []
 
-    def say(self, role: str, content: str | list[dict[str, Any]], place: str) -> None:
+    def add_message(self, role: str, content: str | list[dict[str, Any]], path: str) -> None:
         """Add a message."""
         self.messages.append({"role": role, "content": content})
-        self.places.append(place)
+        self.paths.append(path)
 
-    def add(self, item: schema.InputItem, place: str) -> None:
+    def add(self, item: schema.InputItem, path: str) -> None:
         """Add an input item."""
         match item:
             case schema.MessageItem(role="assistant"):
-                _check_parts(item.content, place, may_refuse=True)
-                turn = self._assistant(place, closed_by=("content", "tool_calls"))
+                _check_parts(item.content, path, may_refuse=True)
+                turn = self._assistant(path, closed_by=("content", "tool_calls"))
                 turn["content"] = _text(item.content)
             case schema.MessageItem():
-                _check_parts(item.content, place)
-                self.say(item.role, _content(item.content), place)
+                _check_parts(item.content, path)
+                self.add_message(item.role, _content(item.content), path)
             case schema.ReasoningItem():
-                turn = self._assistant(place, closed_by=("content", "tool_calls"))
+                turn = self._assistant(path, closed_by=("content", "tool_calls"))
                 thoughts = [part.text for part in item.content or ()]
                 if thoughts:
                     turn["reasoning_content"] = "\n".join(thoughts)
@@ -167,49 +167,49 @@ class _Turns:
                 summary = summary_of(item.encrypted_content)
                 if summary is None:
                     raise invalid_field(
-                        place, "a conversation that another server has compacted cannot be read"
+                        path, "a conversation that another server has compacted cannot be read"
                     )
-                self.say("user", f"A summary of the conversation so far:\n{summary}", place)
+                self.add_message("user", f"A summary of the conversation so far:\n{summary}", path)
             case _:
-                self._add_of_tool(item, place)
+                self._add_of_tool(item, path)
 
-    def _add_of_tool(self, item: schema.InputItem, place: str) -> None:
+    def _add_of_tool(self, item: schema.InputItem, path: str) -> None:
         """Add a tool call or its output; items of hosted tools are dropped."""
         match item:
             case schema.FunctionCallItem():
                 name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, item.arguments, place)
+                self._call(item.call_id, name, item.arguments, path)
             case schema.CustomToolCallItem():
                 name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, {schema.CUSTOM_INPUT: item.input}, place)
+                self._call(item.call_id, name, {schema.CUSTOM_INPUT: item.input}, path)
             case schema.LocalShellCallItem():
                 given = {k: v for k, v in item.action.items() if k != "type" and v}
-                self._call(item.call_id or item.id, LOCAL_SHELL, given, place)
+                self._call(item.call_id or item.id, LOCAL_SHELL, given, path)
             case schema.ToolSearchCallItem() if item.call_id is not None:
-                self._call(item.call_id, TOOL_SEARCH, item.arguments, place)
+                self._call(item.call_id, TOOL_SEARCH, item.arguments, path)
             case schema.FunctionCallOutputItem() | schema.CustomToolCallOutputItem():
-                self._result(item.call_id, _content(item.output), place)
+                self._result(item.call_id, _content(item.output), path)
             case schema.LocalShellCallOutputItem():
-                self._result(item.id, item.output, place)
+                self._result(item.id, item.output, path)
             case schema.ToolSearchOutputItem() if item.call_id is not None:
                 names = ", ".join([tool.name or tool.type for tool in item.tools])
-                self._result(item.call_id, f"Found: {names or 'none'}.", place)
+                self._result(item.call_id, f"Found: {names or 'none'}.", path)
 
-    def _call(self, call_id: str | None, name: str | None, arguments: Any, place: str) -> None:
+    def _call(self, call_id: str | None, name: str | None, arguments: Any, path: str) -> None:
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._assistant(place).setdefault("tool_calls", []).append(call)
+        self._assistant(path).setdefault("tool_calls", []).append(call)
 
-    def _result(self, call_id: str, content: str | list[dict[str, Any]], place: str) -> None:
-        self.say("tool", content, place)
+    def _result(self, call_id: str, content: str | list[dict[str, Any]], path: str) -> None:
+        self.add_message("tool", content, path)
         self.messages[-1]["tool_call_id"] = call_id
 
-    def _assistant(self, place: str, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    def _assistant(self, path: str, closed_by: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the assistant turn that an item belongs to."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(key in last for key in closed_by):
             self.messages.append({"role": "assistant"})
-            self.places.append(place)
+            self.paths.append(path)
         return self.messages[-1]
 
 
@@ -245,10 +245,10 @@ def _text(content: str | Sequence[schema.MessageContent]) -> str:
 
 
 def _check_parts(
-    content: str | Sequence[schema.MessageContent], place: str, *, may_refuse: bool = False
+    content: str | Sequence[schema.MessageContent], path: str, *, may_refuse: bool = False
 ) -> None:
     for index, part in enumerate([] if isinstance(content, str) else content):
-        field = f"{place}.content[{index}]"
+        field = f"{path}.content[{index}]"
         if isinstance(part, RefusalPart) and not may_refuse:
             raise invalid_field(field, "only messages of assistants may have a refusal")
         if isinstance(part, schema.MediaPart):
@@ -273,18 +273,18 @@ _RENAMED = (
 )
 
 
-def _renamed(places: Sequence[str], param: str) -> str:
+def _renamed(paths: Sequence[str], param: str) -> str:
     """Return the request field that a field of the chat completion was made from."""
     message = re.match(r"messages(?:\[(\d+)\])?", param)
     if message is None:
         return renamed(param, _RENAMED)
-    if message[1] is None or int(message[1]) >= len(places):
+    if message[1] is None or int(message[1]) >= len(paths):
         return "input"
-    place, rest = places[int(message[1])], param[message.end() :]
-    if not place.startswith("input["):
-        return place
+    path, rest = paths[int(message[1])], param[message.end() :]
+    if not path.startswith("input["):
+        return path
     call = re.match(r"\.tool_calls\[(\d+)\]\.function", rest)
     if call is None:
-        return place + rest
+        return path + rest
     # Each call is a separate item, after the item that the turn started with.
-    return place + rest[call.end() :] if call[1] == "0" else "input"
+    return path + rest[call.end() :] if call[1] == "0" else "input"

@@ -8,8 +8,8 @@ from msgspec import UNSET
 
 from server.answer.json_value import is_object
 from server.answer.parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from server.api.answer_builder import AnswerBuilder, BuiltBody, event_frames
 from server.api.chat.schema import ChatLogprob
-from server.api.growing import Growing, GrowingBody, event_frames
 from server.api.rendering import chat_logprobs
 from server.api.responses import events, items
 from server.api.responses.events import ResponseEvent
@@ -22,7 +22,7 @@ from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
 
 
-class _Place(TypedDict):
+class _ItemPosition(TypedDict):
     item_id: str
     output_index: int
 
@@ -67,17 +67,17 @@ class ContentScores:
     def of(self, part: Part) -> list[ScoredToken]:
         """Return the tokens that start in a content part; none for other parts. Call in order."""
         text = part.name if isinstance(part, CallBegin) else part.text
-        place = self._text.find(text)
-        if place < 0:
+        offset = self._text.find(text)
+        if offset < 0:
             return []
-        start, end = self._begin + place, self._begin + place + len(text)
-        self._text, self._begin = self._text[place + len(text) :], end
+        start, end = self._begin + offset, self._begin + offset + len(text)
+        self._text, self._begin = self._text[offset + len(text) :], end
         found = [token for token in self._tokens if start <= token.text_offset < end]
         self._tokens = [token for token in self._tokens if token.text_offset >= end]
         return found if isinstance(part, ContentText) else []
 
 
-class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
+class ResponseBuilder(AnswerBuilder[items.Response, items.OutputItem, ResponseEvent]):
     """Builds a response item by item."""
 
     def __init__(
@@ -112,16 +112,16 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         if self._reader is None:
             logprobs = self._shown(delta.logprobs)
             return self._add_content(delta.text, logprobs) if delta.text or logprobs else []
-        told: list[ResponseEvent] = []
-        parts = self._taken_apart(delta)
+        emitted: list[ResponseEvent] = []
+        parts = self._parse(delta)
         self._scores.add(delta.text, delta.logprobs)
         for part in parts:
             scored = self._shown(self._scores.of(part))
             if isinstance(part, ContentText):
-                told += self._add_content(part.text, scored)
+                emitted += self._add_content(part.text, scored)
             else:
-                told += self._add(part)
-        return told
+                emitted += self._add(part)
+        return emitted
 
     def _end(self) -> list[ResponseEvent]:
         response = self.answer
@@ -137,22 +137,22 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         code = error.code or error.kind
         return events.ErrorEvent(code=code, message=error.message, param=error.param)
 
-    def frames(self, told: Sequence[ResponseEvent]) -> bytes:
-        for event in told:
+    def frames(self, emitted: Sequence[ResponseEvent]) -> bytes:
+        for event in emitted:
             event.sequence_number = self._sequence_number
             self._sequence_number += 1
-        return event_frames(told)
+        return event_frames(emitted)
 
     def _add(self, part: Part) -> list[ResponseEvent]:
         match part:
             case ReasoningText(text):
-                told: list[ResponseEvent] = []
+                emitted: list[ResponseEvent] = []
                 if not isinstance(self._open, items.OutputReasoning):
-                    told = self._switch(items.OutputReasoning(self._id("rs"), "in_progress", []))
+                    emitted = self._switch(items.OutputReasoning(self._id("rs"), "in_progress", []))
                     empty = items.ReasoningTextPart("")
-                    told.append(events.ContentPartAdded(**self._place(), part=empty))
+                    emitted.append(events.ContentPartAdded(**self._position(), part=empty))
                 self._text.append(text)
-                return [*told, events.ReasoningTextDelta(**self._place(), delta=text)]
+                return [*emitted, events.ReasoningTextDelta(**self._position(), delta=text)]
             case ContentText(text):
                 return self._add_content(text, [])
             case CallBegin(_, name):
@@ -161,14 +161,14 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
                 self._text.append(text)
                 if not isinstance(self._open, items.OutputFunctionCall):
                     return []  # emitted in another form, once complete
-                return [events.ArgumentsDelta(**self._place(), delta=text)]
+                return [events.ArgumentsDelta(**self._position(), delta=text)]
 
     def _complete(self, usage: Usage) -> list[ResponseEvent]:
         """Complete the response; if there is no output, add an empty message."""
         response, cut_off = self.answer, self._finish_reason != "stop"
-        told = [] if self.items else self._add_content("", [])
+        emitted = [] if self.items else self._add_content("", [])
         self._status = "incomplete" if cut_off else "completed"
-        told += self._close_item()
+        emitted += self._close_item()
         response.output = self.items
         response.usage = items.ResponseUsage(
             usage.prompt_tokens,
@@ -184,56 +184,56 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         elif cut_off:
             response.status = "failed"
             response.error = items.ResponseError("server_error", "The generation was aborted.")
-        return told
+        return emitted
 
     def _opened(self, index: int, item: items.OutputItem) -> ResponseEvent:
         return events.OutputItemAdded(output_index=index, item=item)
 
     def _closed(self, index: int, item: items.OutputItem, text: str) -> list[ResponseEvent]:
-        place, status = self._place(), self._status
-        told: list[ResponseEvent]
+        position, status = self._position(), self._status
+        emitted: list[ResponseEvent]
         part: items.OutputText | items.ReasoningTextPart
         match item:
             case items.OutputMessage():
                 logprobs, self._logprobs = self._logprobs, []
                 part = items.OutputText(text, logprobs=logprobs)
                 item.content = [part]
-                told = [
-                    events.TextDone(**place, text=text, logprobs=logprobs),
-                    events.ContentPartDone(**place, part=part),
+                emitted = [
+                    events.TextDone(**position, text=text, logprobs=logprobs),
+                    events.ContentPartDone(**position, part=part),
                 ]
             case items.OutputReasoning():
                 part = items.ReasoningTextPart(text)
                 item.content = [part]
-                told = [
-                    events.ReasoningTextDone(**place, text=text),
-                    events.ContentPartDone(**place, part=part),
+                emitted = [
+                    events.ReasoningTextDone(**position, text=text),
+                    events.ContentPartDone(**position, part=part),
                 ]
             case items.OutputFunctionCall():
                 item.arguments = text
                 status = status if is_object(text) else "incomplete"
-                told = [events.ArgumentsDone(**place, name=item.name, arguments=text)]
+                emitted = [events.ArgumentsDone(**position, name=item.name, arguments=text)]
             case items.OutputCustomToolCall():
                 try:
                     item.input = msgspec.json.decode(text, type=_CustomArguments).input
                 except (msgspec.DecodeError, UnicodeEncodeError):
                     item.input = text  # malformed: keep the model's raw text
-                told = [
-                    events.CustomInputDelta(**place, delta=item.input),
-                    events.CustomInputDone(**place, input=item.input),
+                emitted = [
+                    events.CustomInputDelta(**position, delta=item.input),
+                    events.CustomInputDone(**position, input=item.input),
                 ]
             case items.OutputLocalShellCall():
                 try:
                     item.action = msgspec.json.decode(text, type=_ShellArguments).action()
                 except (msgspec.DecodeError, UnicodeEncodeError):
                     status = "incomplete"
-                told = []
+                emitted = []
             case items.OutputToolSearchCall():
                 status = status if is_object(text) else "incomplete"
                 item.arguments = msgspec.json.decode(text) if is_object(text) else {}
-                told = []
+                emitted = []
         item.status = status
-        return [*told, events.OutputItemDone(output_index=index, item=item)]
+        return [*emitted, events.OutputItemDone(output_index=index, item=item)]
 
     def _call(self, name: str) -> items.OutputItem:
         tool, call_id = self._tools.get(name), self._new_call_id()
@@ -257,15 +257,15 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
                 )
 
     def _add_content(self, text: str, logprobs: list[ChatLogprob]) -> list[ResponseEvent]:
-        told: list[ResponseEvent] = []
+        emitted: list[ResponseEvent] = []
         if not isinstance(self._open, items.OutputMessage):
-            told = self._switch(items.OutputMessage(self._id("msg"), "in_progress", []))
-            told.append(events.ContentPartAdded(**self._place(), part=items.OutputText("")))
+            emitted = self._switch(items.OutputMessage(self._id("msg"), "in_progress", []))
+            emitted.append(events.ContentPartAdded(**self._position(), part=items.OutputText("")))
         self._text.append(text)
         self._logprobs += logprobs
-        return [*told, events.TextDelta(**self._place(), delta=text, logprobs=logprobs)]
+        return [*emitted, events.TextDelta(**self._position(), delta=text, logprobs=logprobs)]
 
-    def _place(self) -> _Place:
+    def _position(self) -> _ItemPosition:
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
     def _id(self, prefix: str) -> str:
@@ -276,7 +276,7 @@ class GrowingResponse(Growing[items.Response, items.OutputItem, ResponseEvent]):
         return [] if scores is None else scores.content
 
 
-ResponseRenderer = GrowingBody[items.Response] | GrowingResponse
+ResponseRenderer = BuiltBody[items.Response] | ResponseBuilder
 
 
 def renderer(
@@ -286,23 +286,23 @@ def renderer(
 
     If it is stored, the IDs of the response and of its items end with `name`.
     """
-    growing = growing_response(body, request, table, name)
-    return growing if body.stream else GrowingBody(growing)
+    builder = response_builder(body, request, table, name)
+    return builder if body.stream else BuiltBody(builder)
 
 
-def growing_response(
+def response_builder(
     body: ResponsesRequest, request: GenerationRequest, table: TokenTable, name: str | None
-) -> GrowingResponse:
+) -> ResponseBuilder:
     """Return a response builder without output; `name` as in `renderer`."""
-    response = begun_response(body, name or request.request_id, request.created, request.model)
+    response = initial_response(body, name or request.request_id, request.created, request.model)
     response.temperature = request.sampling.temperature
     response.top_p = request.sampling.top_p
     response.store = name is not None
     tools = {tool.function["name"]: tool for tool in offered_tools(body, 0)}
-    return GrowingResponse(response, request, table, tools)
+    return ResponseBuilder(response, request, table, tools)
 
 
-def begun_response(
+def initial_response(
     request: ResponsesRequest, name: str, created: int, model: str
 ) -> items.Response:
     """Return the response before there is any output."""

@@ -14,14 +14,14 @@ from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.api.openapi import json_responses
 from server.api.responses import schema
 from server.api.responses.items import Conversation, Deleted, ItemList, OutputMessage, Response
-from server.api.responses.journal import as_failed, told
-from server.api.responses.keeping import (
+from server.api.responses.journal import as_failed, follow_events
+from server.api.responses.request_storage import (
     ID_PREFIXES,
     TOO_MANY_IN_BACKGROUND,
     item_of,
-    kept,
     now,
     part_of,
+    store_call,
 )
 from server.api.route import ApiRoute
 from server.api.services import Services, ServicesDep
@@ -55,7 +55,7 @@ router = APIRouter(route_class=StoreRoute)
 async def retrieve(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
     """Return a response, or with `stream` its events after number `starting_after`."""
     query, store = request.query_params, _store(services)
-    record = await _found(services, request, SqlBackend.get, response_id)
+    record = await _find(services, request, SqlBackend.get, response_id)
     if query.get("stream", "false") in ("false", "0"):
         if "starting_after" in query:
             raise invalid_field("starting_after", "needs stream")
@@ -64,13 +64,13 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
         return _json(record.body)
     if query["stream"] not in ("true", "1"):
         raise invalid_field("stream", "must be true or false")
-    if not msgspec.json.decode(record.body, type=_Made).background:
+    if not msgspec.json.decode(record.body, type=_WithBackground).background:
         raise invalid_field("stream", "only for background responses")
     after = query.get("starting_after", "-1")
     if not _NUMBER.fullmatch(after):
         raise invalid_field("starting_after", "must be the number of an event")
     keep_alive = services.config.http.sse_keep_alive
-    frames = told(store, record.tenant, record.id, keep_alive, int(after))
+    frames = follow_events(store, record.tenant, record.id, keep_alive, int(after))
     if store.followers.exceeded(record.tenant, 1):
         raise TOO_MANY_IN_BACKGROUND
     await anext(frames)  # registers the client as a follower without waiting
@@ -82,7 +82,7 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
 @router.delete(_RESPONSE)
 async def delete(response_id: str, request: Request, services: ServicesDep) -> Deleted:
     """Delete a response."""
-    await _found(services, request, SqlBackend.delete, response_id)
+    await _find(services, request, SqlBackend.delete, response_id)
     _store(services).jobs.cancel(response_id)
     return Deleted(response_id, "response")
 
@@ -90,19 +90,19 @@ async def delete(response_id: str, request: Request, services: ServicesDep) -> D
 @router.post(f"{_RESPONSE}/cancel", responses=_SHOWN)
 async def cancel(response_id: str, request: Request, services: ServicesDep) -> HttpResponse:
     """Cancel a background response."""
-    record = await _found(services, request, SqlBackend.get, response_id)
-    if not msgspec.json.decode(record.body, type=_Made).background:
+    record = await _find(services, request, SqlBackend.get, response_id)
+    if not msgspec.json.decode(record.body, type=_WithBackground).background:
         raise invalid("Cannot cancel a synchronous response.")
     if record.status in UNFINISHED:
-        await _asked(services, request, SqlBackend.cancel, record.id)
+        await _call_store(services, request, SqlBackend.cancel, record.id)
         _store(services).jobs.cancel(response_id)
         shown = msgspec.json.decode(record.body) | {"status": "cancelled"}
         cancelled = msgspec.structs.replace(
             record, status="cancelled", body=msgspec.json.encode(shown)
         )
-        await _asked(services, request, SqlBackend.put, cancelled, only_known=True)
+        await _call_store(services, request, SqlBackend.put, cancelled, only_known=True)
         # It may have finished in the meantime.
-        found = await _asked(services, request, SqlBackend.get, record.id)
+        found = await _call_store(services, request, SqlBackend.get, record.id)
         record = cancelled if found is None else found
     return _json(record.body)
 
@@ -110,7 +110,7 @@ async def cancel(response_id: str, request: Request, services: ServicesDep) -> H
 @router.get(f"{_RESPONSE}/input_items")
 async def input_items(response_id: str, request: Request, services: ServicesDep) -> ItemList:
     """List the items that a response's request added."""
-    record = await _found(services, request, SqlBackend.get, response_id)
+    record = await _find(services, request, SqlBackend.get, response_id)
     items = msgspec.json.decode(record.input, type=list[msgspec.Raw])
     return _page(request, items)
 
@@ -123,16 +123,16 @@ async def create_conversation(
     body: schema.ConversationRequest, call: Call, services: ServicesDep
 ) -> Conversation:
     """Create a conversation."""
-    items = _kept_items(body.items or [])
+    items = _stored_items(body.items or [])
     record = Record(
         id=f"conv_{uuid.uuid4().hex}",
         tenant=_owner(call),
         created=now(),
         body=msgspec.json.encode(body.metadata or {}),
     )
-    await _asked(services, call, SqlBackend.put, record)
+    await _call_store(services, call, SqlBackend.put, record)
     if items:
-        await _asked(services, call, SqlBackend.add, record.id, items)
+        await _call_store(services, call, SqlBackend.add, record.id, items)
     return _shown(record)
 
 
@@ -141,7 +141,7 @@ async def retrieve_conversation(
     conversation_id: str, request: Request, services: ServicesDep
 ) -> Conversation:
     """Return a conversation, without its items."""
-    record = await _found(services, request, SqlBackend.get, conversation_id)
+    record = await _find(services, request, SqlBackend.get, conversation_id)
     return _shown(record)
 
 
@@ -150,9 +150,9 @@ async def update_conversation(
     body: schema.MetadataRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> Conversation:
     """Change the metadata of a conversation."""
-    record = await _found(services, call, SqlBackend.get, conversation_id)
+    record = await _find(services, call, SqlBackend.get, conversation_id)
     record = msgspec.structs.replace(record, body=msgspec.json.encode(body.metadata))
-    await _asked(services, call, SqlBackend.put, record, only_known=True)
+    await _call_store(services, call, SqlBackend.put, record, only_known=True)
     return _shown(record)
 
 
@@ -161,14 +161,14 @@ async def delete_conversation(
     conversation_id: str, request: Request, services: ServicesDep
 ) -> Deleted:
     """Delete a conversation with its items."""
-    await _found(services, request, SqlBackend.delete, conversation_id)
+    await _find(services, request, SqlBackend.delete, conversation_id)
     return Deleted(conversation_id, "conversation.deleted")
 
 
 @router.get(f"{_CONVERSATION}/items")
 async def list_items(conversation_id: str, request: Request, services: ServicesDep) -> ItemList:
     """List the items of a conversation."""
-    items = await _found(services, request, SqlBackend.items, conversation_id)
+    items = await _find(services, request, SqlBackend.items, conversation_id)
     return _page(request, [msgspec.Raw(item.body) for item in items])
 
 
@@ -177,8 +177,8 @@ async def add_items(
     body: schema.ItemsRequest, conversation_id: str, call: Call, services: ServicesDep
 ) -> ItemList:
     """Add items to a conversation."""
-    items = _kept_items(body.items)
-    await _found(services, call, SqlBackend.add, conversation_id, items)
+    items = _stored_items(body.items)
+    await _find(services, call, SqlBackend.add, conversation_id, items)
     data = [msgspec.Raw(item.body) for item in items]
     return ItemList(data, items[0].id, items[-1].id, has_more=False)
 
@@ -188,7 +188,7 @@ async def retrieve_item(
     conversation_id: str, item_id: str, request: Request, services: ServicesDep
 ) -> HttpResponse:
     """Return an item of a conversation."""
-    items = await _found(services, request, SqlBackend.items, conversation_id)
+    items = await _find(services, request, SqlBackend.items, conversation_id)
     for item in items:
         if item.id == item_id:
             return _json(item.body)
@@ -200,7 +200,7 @@ async def delete_item(
     conversation_id: str, item_id: str, request: Request, services: ServicesDep
 ) -> Conversation:
     """Delete an item of a conversation."""
-    if not await _asked(services, request, SqlBackend.delete_item, conversation_id, item_id):
+    if not await _call_store(services, request, SqlBackend.delete_item, conversation_id, item_id):
         raise _not_found("item", item_id)
     return await retrieve_conversation(conversation_id, request, services)
 
@@ -208,11 +208,11 @@ async def delete_item(
 # -- shared helpers ------------------------------------------------------------------------------
 
 
-class _Named(msgspec.Struct):
+class _WithId(msgspec.Struct):
     id: str
 
 
-class _Made(msgspec.Struct):
+class _WithBackground(msgspec.Struct):
     background: bool = False
 
 
@@ -226,21 +226,21 @@ def _store(services: Services) -> ResponseStore:
     return services.store
 
 
-async def _asked(
+async def _call_store(
     services: Services, request: Request, query: Callable[..., T], *args: Any, **options: Any
 ) -> T:
     """Call the store with the tenant's ID."""
-    return await kept(_store(services).call(query, _owner(request), *args, **options))
+    return await store_call(_store(services).call(query, _owner(request), *args, **options))
 
 
-async def _found(
+async def _find(
     services: Services, request: Request, query: Callable[..., T | None], id_: str, *args: Any
 ) -> T:
     """Call the store for the record that the path names."""
     kind = "response" if "response_id" in request.path_params else "conversation"
     found = None
     if id_.startswith(ID_PREFIXES[kind]):
-        found = await _asked(services, request, query, id_, *args)
+        found = await _call_store(services, request, query, id_, *args)
     if found is None or found is False:
         raise _not_found(kind, id_)
     return found
@@ -251,7 +251,7 @@ def _not_found(kind: str, id_: str) -> ApiError:
     return ApiError(404, text, code="not_found")
 
 
-def _kept_items(items: Sequence[schema.InputItem]) -> list[Part]:
+def _stored_items(items: Sequence[schema.InputItem]) -> list[Part]:
     for index, item in enumerate(items):
         if isinstance(item, schema.ItemReference):
             field = f"items[{index}]"
@@ -278,7 +278,7 @@ def _page(request: Request, items: list[msgspec.Raw]) -> ItemList:
         raise invalid_field("order", "must be asc or desc")
     if order == "desc":
         items = items[::-1]
-    names = [msgspec.json.decode(item, type=_Named).id for item in items]
+    names = [msgspec.json.decode(item, type=_WithId).id for item in items]
     start = 0
     if after is not None:
         if after not in names:

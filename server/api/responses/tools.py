@@ -51,9 +51,9 @@ def offered_tools(request: schema.ResponsesRequest, earlier: int) -> list[Offere
     offered = [*_offered(request.tools or (), "tools", None)]
     for index, item in enumerate([] if isinstance(request.input, str) else request.input):
         if isinstance(item, schema.ToolSearchOutputItem | schema.AdditionalToolsItem):
-            place = "input" if index < earlier else f"input[{index - earlier}].tools"
+            tools_field = "input" if index < earlier else f"input[{index - earlier}].tools"
             known = {tool.function["name"] for tool in offered}
-            found = _offered(item.tools, place, None)
+            found = _offered(item.tools, tools_field, None)
             offered += [tool for tool in found if tool.function["name"] not in known]
     return offered
 
@@ -102,10 +102,10 @@ def _named(tool: schema.ChosenTool, offered: Sequence[OfferedTool]) -> JsonObjec
 
 
 def _offered(
-    tools: Sequence[schema.NamespacedTool], place: str, namespace: str | None
+    tools: Sequence[schema.NamespacedTool], tools_field: str, namespace: str | None
 ) -> Iterator[OfferedTool]:
     for index, tool in enumerate(tools):
-        field = f"{place}[{index}]"
+        field = f"{tools_field}[{index}]"
         match tool.type:
             case "function":
                 sent = {"description", "parameters", "strict"} & tool.model_fields_set
@@ -147,7 +147,7 @@ def _custom_function(tool: schema.NamespacedTool, field: str) -> JsonObject:
         },
         "strict": False,
     }
-    told, format = tool.description, tool.format
+    description, format = tool.description, tool.format
     if format is not None and format.type == "grammar":
         if format.syntax is None or not format.definition:
             raise invalid_field(f"{field}.format", "needs a syntax and a definition")
@@ -160,7 +160,7 @@ def _custom_function(tool: schema.NamespacedTool, field: str) -> JsonObject:
                 raise invalid_field(f"{field}.format", str(error)) from error
         function["strict"] = True
         grammar = f"The input matches this {format.syntax} grammar:\n{format.definition}"
-        told = grammar if told is None else f"{told}\n\n{grammar}"
-    if told is not None:
-        function["description"] = told
+        description = grammar if description is None else f"{description}\n\n{grammar}"
+    if description is not None:
+        function["description"] = description
     return function

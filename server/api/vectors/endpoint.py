@@ -122,22 +122,22 @@ def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
     return per_token
 
 
-def _dimensions(asked: int | None, model: PoolingModel) -> int:
+def _dimensions(requested: int | None, model: PoolingModel) -> int:
     """Return the requested number of embedding dimensions; 0 for all."""
     size, allowed = model.spec.size, model.spec.dimensions
-    if asked is None:
+    if requested is None:
         return model.spec.usual_dimensions
-    if asked == size:
+    if requested == size:
         return 0
     if allowed is None:
         raise invalid_field(
             "dimensions",
             f"this model's embeddings have {size} numbers and were not trained to be cut",
         )
-    if asked > size or (allowed and asked not in allowed):
+    if requested > size or (allowed and requested not in allowed):
         which = ", ".join(map(str, allowed)) if allowed else f"1 to {size}"
         raise invalid_field("dimensions", f"this model's embeddings can have {which} numbers")
-    return asked
+    return requested
 
 
 def _prompt(name: str | None, model: PoolingModel) -> str:
@@ -227,7 +227,7 @@ async def _scores(
     firsts: Sequence[str],
     seconds: Sequence[str],
     fields: tuple[str, str],
-    most_of_second: int | None = None,
+    max_second_tokens: int | None = None,
 ) -> list[float]:
     """Return the score of each pair: by a cross-encoder, or cosine similarity of embeddings."""
     spec = called.model.spec
@@ -237,7 +237,7 @@ async def _scores(
             raise unsuitable(called.name, lacks, called.model)
         called.admit(len(seconds), fields[1])
         inputs = await called.model.of_pairs(
-            firsts, seconds, _cutting(called.length, most_of_second), fields, most_of_second
+            firsts, seconds, _cutting(called.length, max_second_tokens), fields, max_second_tokens
         )
         return [numbers(vector)[0] for vector in await called.vectors(inputs)]
     total = len(firsts) + len(seconds)
@@ -248,9 +248,9 @@ async def _scores(
     query = [model.prompt(None, "query") + text for text in firsts]
     texts = [model.prompt(None, "document", "passage") + text for text in seconds]
     inputs = await model.of_texts(query, length, fields[0])
-    if most_of_second is not None:
-        length = _cutting(length, most_of_second)
-        length = msgspec.structs.replace(length, keep=min(length.keep or 0, most_of_second))
+    if max_second_tokens is not None:
+        length = _cutting(length, max_second_tokens)
+        length = msgspec.structs.replace(length, keep=min(length.keep or 0, max_second_tokens))
     inputs += await model.of_texts(texts, length, fields[1])
     vectors = await called.vectors(inputs, dimensions=spec.usual_dimensions)
     left, right = vectors[: len(firsts)], vectors[len(firsts) :]
@@ -266,9 +266,9 @@ async def _scores(
     return found
 
 
-def _cutting(length: Length, most_of_second: int | None) -> Length:
+def _cutting(length: Length, max_second_tokens: int | None) -> Length:
     """Return the length limits with truncation of documents enabled."""
-    if most_of_second is None or length.keep is not None:
+    if max_second_tokens is None or length.keep is not None:
         return length
     return msgspec.structs.replace(length, keep=length.max_tokens)
 

@@ -21,13 +21,13 @@ import sys
 from importlib import metadata
 from typing import Any
 
-ASKED_WITHIN = 15.0
+POLL_TIMEOUT = 15.0
 """Seconds without a call from the supervisor after which an actor exits."""
 
-ANSWER_WITHIN = 3.0
+MAX_POLL_WAIT = 3.0
 """Maximum seconds for which a poll for events waits."""
 
-LOOK_INTERVAL = 1.0
+CHECK_INTERVAL = 1.0
 """Seconds between checks for the supervisor's last call."""
 
 
@@ -45,16 +45,16 @@ class EngineActor:
         """
         with contextlib.suppress(ValueError):
             sys.path.remove(driver_directory)
-        self._unasked = 0.0
+        self._idle_seconds = 0.0
         self._watching = asyncio.get_running_loop().create_task(self._watch())
         self._events: list[Any] = []
         self._lines = 0
-        self._news = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._child: Any = None
 
     async def installed(self) -> dict[str, str]:
         """Return the installed versions on this node, and the actor's pid."""
-        self._unasked = 0.0
+        self._idle_seconds = 0.0
         found = {"pid": str(os.getpid())}
         for name, module, attribute in (
             ("swell", "engine.shared.version", "SWELL_VERSION"),
@@ -78,7 +78,7 @@ class EngineActor:
         """
         from server.fleet.ray.relay import start_program
 
-        self._unasked = 0.0
+        self._idle_seconds = 0.0
         self._child = await start_program(launch, self._put)
         self._ending = asyncio.get_running_loop().create_task(self._wait())
 
@@ -96,18 +96,18 @@ class EngineActor:
             if self._lines > MAX_WAITING_LINES:
                 return
         self._events.append(event)
-        self._news.set()
+        self._has_events.set()
 
     async def events(self) -> bytes:
-        """Return pending events; an empty list after `ANSWER_WITHIN` seconds without any."""
+        """Return pending events; an empty list after `MAX_POLL_WAIT` seconds without any."""
         import msgspec
 
-        self._unasked = 0.0
+        self._idle_seconds = 0.0
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), ANSWER_WITHIN)
-        self._news.clear()
-        told, self._events, self._lines = self._events, [], 0
-        return msgspec.msgpack.encode(told)
+            await asyncio.wait_for(self._has_events.wait(), MAX_POLL_WAIT)
+        self._has_events.clear()
+        events, self._events, self._lines = self._events, [], 0
+        return msgspec.msgpack.encode(events)
 
     async def terminate(self) -> None:
         """Send the program SIGTERM."""
@@ -123,9 +123,9 @@ class EngineActor:
 
     async def _watch(self) -> None:
         """Exit this process, and so the engine, when the supervisor has stopped polling."""
-        while self._unasked < ASKED_WITHIN:
+        while self._idle_seconds < POLL_TIMEOUT:
             # Counted in checks instead of time, so that suspending the machine does not end it.
-            await asyncio.sleep(LOOK_INTERVAL)
-            self._unasked += LOOK_INTERVAL
-        print(f"no call from its supervisor for {ASKED_WITHIN:.0f} s: exiting", flush=True)
+            await asyncio.sleep(CHECK_INTERVAL)
+            self._idle_seconds += CHECK_INTERVAL
+        print(f"no call from its supervisor for {POLL_TIMEOUT:.0f} s: exiting", flush=True)
         os._exit(1)

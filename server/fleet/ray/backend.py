@@ -12,7 +12,6 @@ from engine.shared.cpu.lists import CpuList
 from server.config import ServeConfig
 from server.fleet.backend import CannotServe, Joining
 from server.fleet.keeper import Role
-from server.fleet.places import engine_role
 from server.fleet.ray.cluster import RayCluster
 from server.fleet.ray.needs import (
     copied_environment,
@@ -20,8 +19,9 @@ from server.fleet.ray.needs import (
     needs_of_rank,
     uses_gpus,
 )
-from server.fleet.ray.packing import Packing, most_on_a_node
+from server.fleet.ray.packing import Packing, max_ranks_per_node
 from server.fleet.ray.starter import Ranks, api_server_role
+from server.fleet.roles import engine_role
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RayBackend:
         _check(config)
         self._cluster = RayCluster(config.ray.ray_address, config.ray.ray_namespace)
         try:
-            nodes = self._cluster.look()
+            nodes = self._cluster.list_nodes()
             has_gpus = any(node.total.get("GPU") for node in nodes)
             engine, parallel = config.engine(), config.parallel
             needs = needs_of_rank(engine, config.ray, has_gpus=has_gpus)
@@ -63,21 +63,21 @@ class RayBackend:
                 parallel.data_parallel_size_local,
                 self._cluster.own_node,
             )
-            to_place = max(0, parallel.data_parallel_size - len(existing))
-            refusal = packing.refusal(nodes, to_place)
+            ranks_to_place = max(0, parallel.data_parallel_size - len(existing))
+            refusal = packing.refusal(nodes, ranks_to_place)
             if refusal is not None and not config.ray.ray_wait_for_nodes:
                 raise CannotServe(refusal)
-            planned = packing.plan(nodes, to_place)
+            planned = packing.plan(nodes, ranks_to_place)
             self._own_name = nodes[0].name
             self._gpus = uses_gpus(engine, has_gpus=has_gpus)
-            self._most_on_node = most_on_a_node(planned)
+            self._max_engines_per_node = max_ranks_per_node(planned)
             joined = self._joined(config, directory)
         except BaseException:
             self._cluster.close()
             raise
         key_file = joined.cluster.cluster_key_file
         has_own_key = key_file != config.cluster.cluster_key_file
-        self.joined = Joining(joined, leads=True, is_alone=False, is_new=has_own_key)
+        self.joined = Joining(joined, leads=True, is_single_node=False, is_new=has_own_key)
         self._ranks = Ranks(
             self._cluster,
             packing,
@@ -112,17 +112,17 @@ class RayBackend:
             parallel={"data_parallel_size_local": None, "data_parallel_start_rank": 0},
         )
 
-    def engine_role(self, config: ServeConfig, place: int, *, numbered: bool) -> Role:
+    def engine_role(self, config: ServeConfig, slot: int, *, numbered: bool) -> Role:
         """Return the role of a rank; all are numbered here."""
-        role = engine_role(config, place)
+        role = engine_role(config, slot)
         launch = role.launch
 
         def on_its_node(incarnation: int) -> object:
             of_rank = launch(incarnation)
-            settled = engine_config(
-                of_rank.config, gpus=self._gpus, most_on_node=self._most_on_node
+            adapted = engine_config(
+                of_rank.config, gpus=self._gpus, max_engines_per_node=self._max_engines_per_node
             )
-            return msgspec.structs.replace(of_rank, config=settled)
+            return msgspec.structs.replace(of_rank, config=adapted)
 
         role.launch = on_its_node
         role.start = self._ranks.start

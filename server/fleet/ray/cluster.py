@@ -40,7 +40,7 @@ CONNECT_TIMEOUT = 5.0
 OWN_OBJECT_STORE_BYTES = 128 * 2**20
 """Size of the object store of a cluster started here; nothing is stored in it."""
 
-DEVICES_WITHIN = 20.0
+DEVICES_TIMEOUT = 20.0
 """Seconds for the bundles of a placement group to report their GPUs."""
 
 NODE_LABEL = "ray.io/node-id"
@@ -50,12 +50,12 @@ class ActorLost(Exception):
     """An actor was lost.
 
     Args:
-        alone: whether its node is known to have survived it.
+        node_survived: whether its node is known to have survived it.
     """
 
-    def __init__(self, reason: str, *, alone: bool) -> None:
+    def __init__(self, reason: str, *, node_survived: bool) -> None:
         super().__init__(reason)
-        self.alone = alone
+        self.node_survived = node_survived
 
 
 class Group(NamedTuple):
@@ -64,7 +64,7 @@ class Group(NamedTuple):
     handle: Any
     bundle: Resources
     """Resources that the rank's actor takes from the first bundle."""
-    is_ours: bool = True
+    is_created_here: bool = True
     """Whether it is removed with its rank."""
     gpus: tuple[float, ...] = ()
     """GPUs per bundle, if the rank's GPUs are spread over several."""
@@ -106,15 +106,15 @@ class RayCluster:
             raise CannotServe(_explained(address, error)) from error
         # Ray's messages about its nodes become log lines: the supervisor prints nothing else to
         # stdout, and reports its engines' failures itself.
-        said = logging.getLogger("ray.said")
-        said.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
-        sys.stdout = LogLines(said)
+        ray_logger = logging.getLogger("ray.said")
+        ray_logger.setLevel(logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING)
+        sys.stdout = LogLines(ray_logger)
         self.own_node = str(ray.get_runtime_context().get_node_id())
         self.host = str(ray.util.get_node_ip_address())
         ray.cloudpickle.register_pickle_by_value(actor_module)
         self._actor = ray.remote(actor_module.EngineActor)
 
-    def look(self) -> list[RayNode]:
+    def list_nodes(self) -> list[RayNode]:
         """Return the live nodes, this process's first, the others by address."""
         free = ray._private.state.available_resources_per_node()
         nodes = [
@@ -130,25 +130,25 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (node.id != self.own_node, node.name, node.id))
 
     async def nodes(self) -> list[RayNode]:
-        """Return the live nodes as `look` does, without blocking the event loop."""
-        return await asyncio.to_thread(self.look)
+        """Return the live nodes as `list_nodes` does, without blocking the event loop."""
+        return await asyncio.to_thread(self.list_nodes)
 
     async def reserve(
-        self, name: str, bundle: Resources, *, node: str | None, never: Collection[str]
+        self, name: str, bundle: Resources, *, node: str | None, excluded: Collection[str]
     ) -> Group:
         """Request a placement group on one node.
 
         Args:
             bundle: the resources.
             node: id of the node; None: any with enough resources, now or later.
-            never: ids of excluded nodes.
+            excluded: ids of excluded nodes.
         """
         selector = {}
         if node is not None:
             selector = {NODE_LABEL: node}
-        elif never:
-            selector = {NODE_LABEL: f"!in({','.join(never)})"}
-        making = asyncio.ensure_future(
+        elif excluded:
+            selector = {NODE_LABEL: f"!in({','.join(excluded)})"}
+        creation = asyncio.ensure_future(
             asyncio.to_thread(
                 placement_group,
                 [dict(bundle)],
@@ -158,9 +158,9 @@ class RayCluster:
             )
         )
         try:
-            return Group(await asyncio.shield(making), bundle)
+            return Group(await asyncio.shield(creation), bundle)
         except asyncio.CancelledError:
-            await self.release(Group(await making, bundle))
+            await self.release(Group(await creation, bundle))
             raise
 
     def existing(self, name: str, bundle: Resources) -> Group:
@@ -182,8 +182,8 @@ class RayCluster:
         specs = handle.bundle_specs
 
         def suffice(count: int) -> bool:
-            there = _sum_of(specs[:count])
-            return all(there.get(name, 0.0) >= amount for name, amount in bundle.items())
+            total = _sum_of(specs[:count])
+            return all(total.get(name, 0.0) >= amount for name, amount in bundle.items())
 
         used = next(filter(suffice, range(1, len(specs) + 1)), None)
         if used is None:
@@ -200,14 +200,14 @@ class RayCluster:
             each: min(amount, specs[0][each]) for each, amount in bundle.items() if each in specs[0]
         }
         gpus = tuple(each.get("GPU", 0.0) for each in specs[:used]) if used > 1 else ()
-        return Group(handle, first, is_ours=False, gpus=gpus if any(gpus) else ())
+        return Group(handle, first, is_created_here=False, gpus=gpus if any(gpus) else ())
 
     async def devices(self, group: Group) -> str | None:
         """Return the GPUs of all bundles of a placed group, in the form of CUDA_VISIBLE_DEVICES.
 
-        None if not all bundles have answered within `DEVICES_WITHIN` seconds.
+        None if not all bundles have answered within `DEVICES_TIMEOUT` seconds.
         """
-        asked = [
+        queries = [
             ray.remote(_own_gpus)
             .options(
                 num_cpus=0,
@@ -221,12 +221,12 @@ class RayCluster:
             if gpus
         ]
         try:
-            told = await asyncio.to_thread(ray.get, asked, timeout=DEVICES_WITHIN)
+            results = await asyncio.to_thread(ray.get, queries, timeout=DEVICES_TIMEOUT)
         except ray.exceptions.GetTimeoutError:
-            for each in asked:
+            for each in queries:
                 ray.cancel(each, force=True)
             return None
-        return ",".join(device for devices in told for device in devices)
+        return ",".join(device for devices in results for device in devices)
 
     async def placed_on(self, group: Group) -> str | None:
         """Return the node id of a placement group; None if it is not placed yet."""
@@ -237,7 +237,7 @@ class RayCluster:
 
     async def release(self, group: Group) -> None:
         """Remove a placement group of ours, including its actors."""
-        if not group.is_ours:
+        if not group.is_created_here:
             return
         with contextlib.suppress(Exception):  # already removed, or the cluster is gone
             await asyncio.to_thread(remove_placement_group, group.handle)
@@ -294,10 +294,10 @@ class RemoteActor:
             cause = error.as_instanceof_cause()
             raise OSError(str(getattr(cause, "cause", None) or cause)) from error
         except ray.exceptions.RayError as error:
-            alone = isinstance(error, ray.exceptions.ActorDiedError)
-            raise ActorLost(str(error).partition("\n")[0], alone=alone) from error
+            node_survived = isinstance(error, ray.exceptions.ActorDiedError)
+            raise ActorLost(str(error).partition("\n")[0], node_survived=node_survived) from error
 
-    def tell(self, method: str) -> None:
+    def notify(self, method: str) -> None:
         """Call a method without waiting for it."""
         with contextlib.suppress(ray.exceptions.RayError):
             getattr(self._handle, method).remote()
@@ -319,9 +319,9 @@ def _sum_of(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 def _running_here() -> str | None:
     """Return the address of the cluster that `ray start` started on this node, if it still runs."""
-    noted = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
-        address = noted.read_text().strip()
+        address = file.read_text().strip()
         _check_reachable(address)
     except (OSError, CannotServe, ValueError):
         return None
@@ -351,8 +351,8 @@ def _check_reachable(address: str) -> None:
 def _explained(address: str | None, error: Exception) -> str:
     text = str(error)
     if "Version mismatch" in text:
-        told = " ".join(text.split())
-        return f"{told} Install the same version of Ray and Python on all nodes."
+        message = " ".join(text.split())
+        return f"{message} Install the same version of Ray and Python on all nodes."
     if address is None or address == "local":
         return f"cannot start a Ray cluster on this node: {text}"
     return (

@@ -40,15 +40,15 @@ def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Re
     if memory:
         needs["memory"] = float(memory)
     try:
-        own = msgspec.json.decode(ray.ray_engine_resources, type=dict[str, float])
+        extra = msgspec.json.decode(ray.ray_engine_resources, type=dict[str, float])
     except msgspec.DecodeError as error:
         raise CannotServe(
             f'--ray-engine-resources must be a JSON object of numbers, like {{"slot": 1}}: {error}'
         ) from error
-    wrong = [name for name, amount in own.items() if not 0 < amount < float("inf")]
+    wrong = [name for name, amount in extra.items() if not 0 < amount < float("inf")]
     if wrong:
         raise CannotServe(f"--ray-engine-resources: the amount of {wrong[0]} is not positive")
-    return needs | own
+    return needs | extra
 
 
 def cpus(config: EngineConfig) -> int:
@@ -63,17 +63,17 @@ def uses_gpus(config: EngineConfig, *, has_gpus: bool) -> bool:
     return config.model.device == "cuda" or has_gpus
 
 
-def engine_config(config: EngineConfig, *, gpus: bool, most_on_node: int) -> EngineConfig:
+def engine_config(config: EngineConfig, *, gpus: bool, max_engines_per_node: int) -> EngineConfig:
     """Return the settings of an engine that runs in its own bundle.
 
     Ray shows it only its own devices, so its index on the node is 0; threads equal the requested
     cores. It is not bound to CPUs: Ray counts cores without assigning them.
 
     Args:
-        most_on_node: maximum number of engines that share a node's memory.
+        max_engines_per_node: maximum number of engines that share a node's memory.
     """
     return config.changed(
-        parallel={"data_parallel_rank_local": 0, "data_parallel_size_local": most_on_node},
+        parallel={"data_parallel_rank_local": 0, "data_parallel_size_local": max_engines_per_node},
         executor={"cpu_bind": "none"} | ({} if gpus else {"threads": cpus(config)}),
         model={"device": "cuda" if gpus else "cpu"},
     )
@@ -89,24 +89,24 @@ def copied_environment(patterns: Sequence[str], environment: Mapping[str, str]) 
     }
 
 
-def differences(there: Mapping[str, str], node: str) -> str | None:
+def differences(installed: Mapping[str, str], node: str) -> str | None:
     """Return a description of version differences on a node; None if there are none.
 
     Args:
-        there: the versions that its actor reports.
+        installed: the versions that its actor reports.
     """
-    here = {"swell": SWELL_VERSION, "torch": _torch()}
-    found = [
-        f"{name} {there.get(name, 'none')} there, {version} here"
-        for name, version in here.items()
+    expected = {"swell": SWELL_VERSION, "torch": _torch()}
+    differing = [
+        f"{name} {installed.get(name, 'none')} there, {version} here"
+        for name, version in expected.items()
         # A head node without torch has no version to compare.
-        if version != "none" and there.get(name) != version
+        if version != "none" and installed.get(name) != version
     ]
-    if not found and there.get("relay", "").startswith("none"):
-        found = [f"no Ray backend there: {there['relay']}"]
-    if not found:
+    if not differing and installed.get("relay", "").startswith("none"):
+        differing = [f"no Ray backend there: {installed['relay']}"]
+    if not differing:
         return None
-    return f"node {node} has other versions: {'; '.join(found)}. Install the same on all nodes"
+    return f"node {node} has other versions: {'; '.join(differing)}. Install the same on all nodes"
 
 
 def _torch() -> str:

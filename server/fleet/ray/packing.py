@@ -22,7 +22,7 @@ PackStrategy = Literal["strict", "fill", "span"]
 Resources = Mapping[str, float]
 """Amounts by Ray's resource names: CPU, GPU, memory (bytes), or custom ones."""
 
-_NODES_NAMED = 8
+_MAX_NODES_NAMED = 8
 _ROUNDING = 1e-6  # Ray counts in ten-thousandths
 
 
@@ -63,13 +63,13 @@ class Packing:
         """Return each rank's node, as far as there is room; the supervisor's node comes first."""
         planned: list[RayNode] = []
         for node in nodes:
-            room, wanted = self._count(node.free), self._limit(node.id)
-            if wanted is None and self.strategy == "strict":
-                wanted = ranks
-            if wanted is not None:
-                if node.id == self.head and self.strategy != "strict" and room < wanted:
+            room, target = self._count(node.free), self._limit(node.id)
+            if target is None and self.strategy == "strict":
+                target = ranks
+            if target is not None:
+                if node.id == self.head and self.strategy != "strict" and room < target:
                     return []
-                room = wanted if room >= wanted else 0
+                room = target if room >= target else 0
             planned += [node] * min(room, ranks - len(planned))
         return planned
 
@@ -77,21 +77,24 @@ class Packing:
         return self.per_node if self.strategy == "strict" or node == self.head else None
 
     def choose(
-        self, nodes: Sequence[RayNode], held: Mapping[str, int], avoid: Collection[str] = ()
+        self,
+        nodes: Sequence[RayNode],
+        ranks_per_node: Mapping[str, int],
+        avoid: Collection[str] = (),
     ) -> Choice:
         """Return a node for one more rank.
 
         Args:
-            held: number of our ranks per node id; Ray's free resources may lag behind them.
+            ranks_per_node: our ranks by node id; Ray's free resources may lag behind them.
             avoid: ids of nodes that are used only as a last resort.
         """
-        full = self.full(held)
+        full = self.full(ranks_per_node)
         fitting = [
             node
             for node in nodes
             if node.id not in full
             and self._count(node.free) >= 1
-            and self._count(node.total) > held.get(node.id, 0)
+            and self._count(node.total) > ranks_per_node.get(node.id, 0)
         ]
         fitting.sort(key=lambda node: node.id in avoid)
         if fitting:
@@ -102,22 +105,22 @@ class Packing:
             if all(node.free.get(name, 0.0) < amount for node in nodes)
         ]
         lacks = ", ".join(scarce or self.needs)  # resources that no node has enough of, or all
-        reason = f"waiting for {amounts(self.needs)}: free are {self._free(nodes, held)}"
+        reason = f"waiting for {amounts(self.needs)}: free are {self._free(nodes, ranks_per_node)}"
         return Choice(None, reason, lacks)
 
-    def full(self, held: Mapping[str, int]) -> list[str]:
+    def full(self, ranks_per_node: Mapping[str, int]) -> list[str]:
         """Return the ids of nodes that have reached their limit of ranks."""
-        limits = {node: self._limit(node) for node in {self.head, *held} if node}
+        limits = {node: self._limit(node) for node in {self.head, *ranks_per_node} if node}
         return sorted(
             node
             for node, limit in limits.items()
-            if limit is not None and held.get(node, 0) >= limit
+            if limit is not None and ranks_per_node.get(node, 0) >= limit
         )
 
-    def _count(self, there: Resources) -> int:
+    def _count(self, resources: Resources) -> int:
         """Return the number of ranks that these resources suffice for."""
         counts = [
-            int(there.get(name, 0.0) / amount + _ROUNDING)
+            int(resources.get(name, 0.0) / amount + _ROUNDING)
             for name, amount in self.needs.items()
             if amount
         ]
@@ -154,22 +157,22 @@ class Packing:
             "for nodes with --ray-wait-for-nodes"
         )
 
-    def _free(self, nodes: Sequence[RayNode], held: Mapping[str, int]) -> str:
-        told = []
-        for node in nodes[:_NODES_NAMED]:
+    def _free(self, nodes: Sequence[RayNode], ranks_per_node: Mapping[str, int]) -> str:
+        parts = []
+        for node in nodes[:_MAX_NODES_NAMED]:
             lacks = [
                 f"{_amount(name, node.free.get(name, 0.0))} of "
                 f"{_amount(name, node.total.get(name, 0.0))} {name}"
                 for name in self.needs
             ]
-            full = ", as many ranks as it may have" if node.id in self.full(held) else ""
-            told.append(f"{node.name} {' and '.join(lacks)}{full}")
-        if len(nodes) > _NODES_NAMED:
-            told.append(f"{len(nodes) - _NODES_NAMED} more nodes")
-        return "; ".join(told) or "no nodes at all"
+            full = ", as many ranks as it may have" if node.id in self.full(ranks_per_node) else ""
+            parts.append(f"{node.name} {' and '.join(lacks)}{full}")
+        if len(nodes) > _MAX_NODES_NAMED:
+            parts.append(f"{len(nodes) - _MAX_NODES_NAMED} more nodes")
+        return "; ".join(parts) or "no nodes at all"
 
 
-def most_on_a_node(planned: Sequence[RayNode]) -> int:
+def max_ranks_per_node(planned: Sequence[RayNode]) -> int:
     """Return the maximum number of ranks on any node; at least 1."""
     return max(Counter(node.id for node in planned).values(), default=1)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.shared.addresses import listen
 from engine.shared.config import BUNDLED_MODEL, EngineConfig, EngineLaunch
-from engine.shared.messages import ChildStatus, ChildTurn
+from engine.shared.messages import ChildHeartbeat, ChildStatus
 from server.config import FrontEndConfig, HttpConfig
 from server.fleet.child import Child, Program
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Line
@@ -19,7 +19,7 @@ _BACKLOG = 2048
 Config = TypeVar("Config", EngineConfig, FrontEndConfig)
 
 
-async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Child:
+async def start_program(frame: bytes, report: Callable[[ActorEvent], None]) -> Child:
     """Start an engine or an API server as a child of this process.
 
     Raises:
@@ -33,7 +33,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
         module, interpreter = "server", None
         if launch.engine is not None:
             module, interpreter = "engine", launch.engine.executor.engine_python
-            config = settled(launch.engine, launch.bundled_model, key, launch.node)
+            config = adapted(launch.engine, launch.bundled_model, key, launch.node)
             parameters: object = EngineLaunch(config, launch.incarnation)
         else:
             assert launch.api_server is not None, "there is nothing to start"
@@ -41,7 +41,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
             # The fields of `server.front_end.FrontEndLaunch`, whose module would load the HTTP
             # stack.
             parameters = {
-                "config": settled(launch.api_server, launch.bundled_model, key, launch.node),
+                "config": adapted(launch.api_server, launch.bundled_model, key, launch.node),
                 "index": -1,
                 "incarnation": launch.incarnation,
                 "socket_dir": "",
@@ -49,8 +49,8 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
             }
 
         def on_status(status: ChildStatus) -> None:
-            if not isinstance(status, ChildTurn):  # would wake the supervisor every second
-                tell(status)
+            if not isinstance(status, ChildHeartbeat):  # would wake the supervisor every second
+                report(status)
 
         return await Child.start(
             Program(
@@ -61,7 +61,7 @@ async def start_program(frame: bytes, tell: Callable[[ActorEvent], None]) -> Chi
                 environment=launch.environment,
                 inherit=inherit,
                 on_status=on_status,
-                on_line=lambda line: tell(Line(line)),
+                on_line=lambda line: report(Line(line)),
             )
         )
     finally:
@@ -88,7 +88,7 @@ def in_memory(secret: bytes | None) -> int | None:
     return descriptor
 
 
-def settled(config: Config, bundled_model: str, key: int | None, node: str) -> Config:
+def adapted(config: Config, bundled_model: str, key: int | None, node: str) -> Config:
     """Return the settings adapted to this node.
 
     Args:

@@ -15,7 +15,7 @@ from engine.shared.config import EngineLaunch
 from engine.shared.lifeline import CANNOT_START
 from engine.shared.messages import ChildFailed, ChildProgress
 from server.config import FrontEndConfig
-from server.fleet.child import KEPT_LOG_LINES, Ended, Program, ended
+from server.fleet.child import RECENT_LOG_LINES, Program, ProgramExit, program_exit
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import ActorLost, Group, RayCluster, RemoteActor
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
@@ -24,20 +24,20 @@ from server.fleet.ray.packing import Packing
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL = 0.5
+POLL_INTERVAL = 0.5
 """Seconds between checks for room."""
 
-KILL_WITHIN = 2.0
+KILL_TIMEOUT = 2.0
 """Seconds for an actor to kill its program before the actor itself is killed."""
 
 
-class RayHolder:
-    """One program in the cluster, from requesting resources to its end: a `Holder`.
+class RayHandle:
+    """One program in the cluster, from requesting resources to its end: a `ProgramHandle`.
 
     Subclasses determine the actor's node and its launch message.
     """
 
-    ends_once = False
+    terminates_once = False
     """Whether only the first `terminate` is forwarded, since a second would end the program without
     draining."""
 
@@ -45,15 +45,15 @@ class RayHolder:
         """Start the lifecycle task; call from within an event loop."""
         self.name = program.name
         self.node = ""
-        self.last_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self.last_lines: deque[str] = deque(maxlen=RECENT_LOG_LINES)
         self._incarnation = incarnation
-        self.tell = program.on_status
+        self.report = program.on_status
         self._on_line = program.on_line
         self._actor: RemoteActor | None = None
         self._has_program = False
-        self._asked_to_end = False
+        self._termination_requested = False
         self._killing: asyncio.Task[None] | None = None
-        self._life = asyncio.create_task(self._live())
+        self._lifecycle = asyncio.create_task(self._run_lifecycle())
 
     # -- placement ------------------------------------------------------------------------------
 
@@ -80,19 +80,19 @@ class RayHolder:
     @property
     def alive(self) -> bool:
         """Whether it has not ended yet."""
-        return not self._life.done()
+        return not self._lifecycle.done()
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProgramExit:
         """Wait until it has ended and its resources are released."""
-        return await asyncio.shield(self._life)
+        return await asyncio.shield(self._lifecycle)
 
     def terminate(self) -> None:
         """Request the program's exit; cancels a program that has not been started yet."""
         if not self._has_program or self._actor is None:
             self._give_up()
-        elif not (self._asked_to_end and self.ends_once):
-            self._actor.tell("terminate")
-        self._asked_to_end = True
+        elif not (self._termination_requested and self.terminates_once):
+            self._actor.notify("terminate")
+        self._termination_requested = True
 
     def kill(self) -> None:
         """Kill the program."""
@@ -102,54 +102,54 @@ class RayHolder:
             self._killing = asyncio.create_task(self._kill(self._actor))
 
     def _give_up(self) -> None:
-        if not self._life.cancelling():  # a second cancellation would interrupt its cleanup
-            self._life.cancel()
+        if not self._lifecycle.cancelling():  # a second cancellation would interrupt its cleanup
+            self._lifecycle.cancel()
 
     async def _kill(self, actor: RemoteActor) -> None:
-        actor.tell("kill")
-        await asyncio.wait([self._life], timeout=KILL_WITHIN)
+        actor.notify("kill")
+        await asyncio.wait([self._lifecycle], timeout=KILL_TIMEOUT)
         await actor.kill()
 
-    async def _live(self) -> Ended:
+    async def _run_lifecycle(self) -> ProgramExit:
         try:
             self.node = await self.find_room()
             return await self._run()
         except asyncio.CancelledError:
-            return Ended(0, "was cancelled before it had started")
+            return ProgramExit(0, "was cancelled before it had started")
         except ActorLost as error:
-            if not error.alone:
+            if not error.node_survived:
                 self.lost_node()
-            return Ended(None, f"was lost with its actor on {self.node}: {error}")
+            return ProgramExit(None, f"was lost with its actor on {self.node}: {error}")
         finally:
             if self._actor is not None:
                 await self._actor.kill()
             await self.leave()
 
-    async def _run(self) -> Ended:
-        self.tell(ChildProgress(f"starting an actor on {self.node}"))
+    async def _run(self) -> ProgramExit:
+        self.report(ChildProgress(f"starting an actor on {self.node}"))
         name = f"swell {self.name} {self._incarnation:x}"
         actor = self._actor = self.start_actor(name)
         different = differences(await actor.call("installed"), self.node)
         if different is not None:
-            self.tell(ChildFailed(different))
-            return ended(CANNOT_START)
+            self.report(ChildFailed(different))
+            return program_exit(CANNOT_START)
         try:
             await actor.call("start", msgspec.msgpack.encode(self.order()))
         except OSError as error:
-            return Ended(1, f"cannot be started on {self.node}: {error}")
+            return ProgramExit(1, f"cannot be started on {self.node}: {error}")
         self._has_program = True
         while True:
-            told = await actor.call("events")
-            for event in msgspec.msgpack.decode(told, type=list[ActorEvent]):
+            encoded = await actor.call("events")
+            for event in msgspec.msgpack.decode(encoded, type=list[ActorEvent]):
                 match event:
                     case Exited(code):
-                        return ended(code)
+                        return program_exit(code)
                     case Line(text):
                         self._show(text)
                     case ChildFailed(reason):
-                        self.tell(ChildFailed(f"{reason} (on node {self.node})"))
+                        self.report(ChildFailed(f"{reason} (on node {self.node})"))
                     case status:
-                        self.tell(status)
+                        self.report(status)
 
     def _show(self, line: str) -> None:
         self.last_lines.append(line)
@@ -159,7 +159,7 @@ class RayHolder:
             logger.exception("a line of %s cannot be shown", self.name)
 
 
-PLACE_WITHIN = 3.0
+PLACEMENT_TIMEOUT = 3.0
 """Seconds for a group to be placed on a node with room before free resources are read again."""
 
 AVOID_SECONDS = 30.0
@@ -193,7 +193,7 @@ class Ranks:
         self.cluster_key = cluster_key
         self.planned = planned
         self.existing = existing
-        self.held: Counter[str] = Counter()
+        self.ranks_per_node: Counter[str] = Counter()
         """Number of ranks per node id."""
         self._avoided: dict[str, float] = {}
 
@@ -206,13 +206,13 @@ class Ranks:
         now = time.monotonic()
         return {node for node, until in self._avoided.items() if until > now}
 
-    async def start(self, program: Program) -> RayHolder:
+    async def start(self, program: Program) -> RayHandle:
         """Start placing a program, which may have to wait for room: a `Starter`."""
         assert isinstance(program.launch, EngineLaunch)
-        return RankHolder(self, program, program.launch)
+        return RankHandle(self, program, program.launch)
 
 
-class RankHolder(RayHolder):
+class RankHandle(RayHandle):
     """One rank, in its own placement group or an existing one."""
 
     def __init__(self, ranks: Ranks, program: Program, launch: EngineLaunch) -> None:
@@ -237,33 +237,33 @@ class RankHolder(RayHolder):
     async def find_room(self) -> str:
         """Wait for a placement group on any node; return the node's name."""
         ranks = self._ranks
-        self.tell(ChildProgress("looking for room"))
+        self.report(ChildProgress("looking for room"))
         if self.name in ranks.existing:
-            return await self._enter(ranks.existing[self.name])
+            return await self._use_existing(ranks.existing[self.name])
         while True:
             nodes = await ranks.cluster.nodes()
             planned = ranks.planned.pop(self.name, None)
             choice = ranks.packing.choose(
                 [node for node in nodes if planned in (None, node.id)] or nodes,
-                ranks.held,
+                ranks.ranks_per_node,
                 ranks.avoided(),
             )
             if choice.node is not None:
-                if await self._take(choice.node.id):
+                if await self._try_node(choice.node.id):
                     return choice.node.name
                 continue
-            self.tell(ChildProgress(choice.reason, choice.lacks))
+            self.report(ChildProgress(choice.reason, choice.lacks))
             # Autoscalers learn what is missing from groups that cannot be placed.
             if self._group is None:
                 self._group = await self._reserve(None)
             node_id = await ranks.cluster.placed_on(self._group)
             if node_id is None:
-                await asyncio.sleep(LOOK_INTERVAL)
+                await asyncio.sleep(POLL_INTERVAL)
                 continue
-            self._hold(node_id)
+            self._count_rank(node_id)
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
-    async def _enter(self, group: Group) -> str:
+    async def _use_existing(self, group: Group) -> str:
         """Wait until an existing placement group is placed, or placed again after a node's
         death."""
         self._group = group
@@ -271,11 +271,11 @@ class RankHolder(RayHolder):
             node_id = await self._ranks.cluster.placed_on(group)
             if node_id is None:
                 waits = "waiting for its placement group to be placed"
-                self.tell(ChildProgress(waits, "placement group"))
+                self.report(ChildProgress(waits, "placement group"))
             elif await self._finds_devices(group):
                 break
-            await asyncio.sleep(LOOK_INTERVAL)
-        self._hold(node_id)
+            await asyncio.sleep(POLL_INTERVAL)
+        self._count_rank(node_id)
         nodes = await self._ranks.cluster.nodes()
         return next((node.name for node in nodes if node.id == node_id), node_id)
 
@@ -284,27 +284,27 @@ class RankHolder(RayHolder):
             return True
         devices = await self._ranks.cluster.devices(group)
         if devices is None:
-            self.tell(ChildProgress("waiting for the GPUs of its placement group", "GPU"))
+            self.report(ChildProgress("waiting for the GPUs of its placement group", "GPU"))
             return False
         self._environment["CUDA_VISIBLE_DEVICES"] = devices
         return True
 
-    async def _take(self, node_id: str) -> bool:
-        self._hold(node_id)
+    async def _try_node(self, node_id: str) -> bool:
+        self._count_rank(node_id)
         try:
-            await self._give_back()
+            await self._release_group()
             self._group = await self._reserve(node_id)
-            deadline = time.monotonic() + PLACE_WITHIN
+            deadline = time.monotonic() + PLACEMENT_TIMEOUT
             while time.monotonic() < deadline:
                 if await self._ranks.cluster.placed_on(self._group) is not None:
                     return True
                 await asyncio.sleep(0.02)
         except BaseException:
-            self._let_go()
+            self._uncount_rank()
             raise
         self._ranks.avoid(node_id)
-        self._let_go()
-        await self._give_back()
+        self._uncount_rank()
+        await self._release_group()
         return False
 
     async def _reserve(self, node_id: str | None) -> Group:
@@ -312,19 +312,19 @@ class RankHolder(RayHolder):
             f"swell {self.name}",
             self._ranks.packing.needs,
             node=node_id,
-            never=self._ranks.packing.full(self._ranks.held),
+            excluded=self._ranks.packing.full(self._ranks.ranks_per_node),
         )
 
-    def _hold(self, node_id: str) -> None:
+    def _count_rank(self, node_id: str) -> None:
         self._node_id = node_id
-        self._ranks.held[node_id] += 1
+        self._ranks.ranks_per_node[node_id] += 1
 
-    def _let_go(self) -> None:
+    def _uncount_rank(self) -> None:
         if self._node_id is not None:
-            self._ranks.held[self._node_id] -= 1
+            self._ranks.ranks_per_node[self._node_id] -= 1
             self._node_id = None
 
-    async def _give_back(self) -> None:
+    async def _release_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             await self._ranks.cluster.release(group)
@@ -341,14 +341,14 @@ class RankHolder(RayHolder):
 
     async def leave(self) -> None:
         """Remove the group if it is ours."""
-        await self._give_back()
-        self._let_go()
+        await self._release_group()
+        self._uncount_rank()
 
 
-class ApiServerHolder(RayHolder):
+class ApiServerHandle(RayHandle):
     """An API server on a given node; uses none of the resources that engines request."""
 
-    ends_once = True
+    terminates_once = True
 
     def __init__(self, cluster: RayCluster, program: Program, launch: ActorLaunch) -> None:
         super().__init__(program, launch.incarnation)
@@ -362,14 +362,14 @@ class ApiServerHolder(RayHolder):
 
     async def find_room(self) -> str:
         """Wait until the node is in the cluster, also after it was lost."""
-        wanted = self._launch.node
+        name = self._launch.node
         while True:
             nodes = await self._cluster.nodes()
-            self._node_id = next((node.id for node in nodes if node.name == wanted), "")
+            self._node_id = next((node.id for node in nodes if node.name == name), "")
             if self._node_id:
-                return wanted
-            self.tell(ChildProgress("waiting for its node"))
-            await asyncio.sleep(LOOK_INTERVAL)
+                return name
+            self.report(ChildProgress("waiting for its node"))
+            await asyncio.sleep(POLL_INTERVAL)
 
     def start_actor(self, name: str) -> RemoteActor:
         """Start an actor on that node."""
@@ -381,9 +381,9 @@ def api_server_role(ranks: Ranks, config: FrontEndConfig, node: str, port: int) 
     name = f"api on {node}"
     on_node = config.changed(http={"host": node, "port": port})
 
-    async def start(program: Program) -> RayHolder:
+    async def start(program: Program) -> RayHandle:
         assert isinstance(program.launch, ActorLaunch)
-        return ApiServerHolder(ranks.cluster, program, program.launch)
+        return ApiServerHandle(ranks.cluster, program, program.launch)
 
     return Role(
         name=name,

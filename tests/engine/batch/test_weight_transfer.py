@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.cannot_do import CannotDo
-from engine.batch.weight_transfer import WeightTransfer, announced
+from engine.batch.weight_transfer import WeightTransfer, announced_tensors
 from engine.distributed.plain import PlainGroup, join_plain_group
 from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener
 from engine.models.formats.files import TensorFiles
@@ -37,7 +37,7 @@ def test_what_cannot_come_is_refused_by_name(
     names: list[str], types: list[str], shapes: list[list[int]], reason: str
 ) -> None:
     with pytest.raises(CannotDo, match=reason):
-        announced(names, types, shapes)
+        announced_tensors(names, types, shapes)
 
 
 def accepted(tensors: TensorFiles) -> None:

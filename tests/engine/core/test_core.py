@@ -357,12 +357,12 @@ def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
 @pytest.mark.parametrize("breaks_at", [{1}, {2}, {3, 4, 5}])
 def test_a_step_that_its_group_gave_up_is_taken_again(breaks_at: set[int]) -> None:
     undisturbed, disturbed = BreakingExecutor(set()), BreakingExecutor(breaks_at)
-    told = []
+    outputs = []
     for executor in (undisturbed, disturbed):
         core = member(executor)
         core.handle(request(1, length=20, max_tokens=6))
-        told.append(tokens_of(core, executor))
-    assert told[0] == told[1]
+        outputs.append(tokens_of(core, executor))
+    assert outputs[0] == outputs[1]
     for broken in breaks_at:
         assert disturbed.plans[broken - 1] is disturbed.plans[broken]
 
@@ -377,12 +377,12 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
     exchanges = core.steps.joined_group(2)
     other = RankState(2, 1, 16, 20, decodes=2, ready_prefill_tokens=16, ready_prefills=1)
     core.handle(request(1, max_tokens=30))
-    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), alone=4))
+    core.handle(msgspec.structs.replace(request(2, length=6, max_tokens=30), exclusive_steps=4))
     alone = []
     for number in range(300):
         if not core.needs_steps:
             break
-        said = core.stats().alone
+        reported = core.stats().exclusive_request
         try:
             own = core.steps.rank_state(1000)
             # A gather contains the loads of all ranks, even if the policy ignores them.
@@ -390,7 +390,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
             step_together(core, number, (own, other) if gathers else ())
         except GroupBroken:
             continue
-        if said:
+        if reported:
             alone.append(executor.plans[-1])
     assert not core.needs_steps
     assert sum(plan.num_tokens for plan in alone) == 6 + 3, "its prompt and the rest of four steps"

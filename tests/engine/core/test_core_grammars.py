@@ -507,7 +507,7 @@ class SlowMasks:
         self.release = threading.Event()
         self.spins = False
         self.num_begun = self.num_asked = 0
-        original = GrammarFollower.ahead
+        original = GrammarFollower.matcher_for
 
         def slow(follower: GrammarFollower, proposed: Any) -> Any:
             self.num_asked += follower.grammar.spec == spec
@@ -518,7 +518,7 @@ class SlowMasks:
                 self.release.wait(60)
             return original(follower, proposed)
 
-        monkeypatch.setattr(GrammarFollower, "ahead", slow)
+        monkeypatch.setattr(GrammarFollower, "matcher_for", slow)
 
 
 SLOW = RegexGrammar("[a-z]{3,5}( [a-z]{3,5}){2,4}")
@@ -555,9 +555,9 @@ def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
         engine.step()
     before = {id: len(engine.tokens[id]) for id in (2, 3)}
     for _ in range(6):
-        began = time.monotonic()
+        started_at = time.monotonic()
         engine.step()
-        assert time.monotonic() - began < 30, "a step waits for a late mask"
+        assert time.monotonic() - started_at < 30, "a step waits for a late mask"
         if engine.settled.is_set():
             engine.wait()
     assert len(engine.tokens[3]) > before[3] + 3

@@ -69,11 +69,11 @@ def test_every_stage_is_busy_while_enough_sequences_decode(stages: int, overlap:
         core.handle(request(id, 10, 50))
     for _ in range(3 * stages):
         core.step()
-    busy, began = list(executor.times.busy), executor.times.now()
+    busy, started_at = list(executor.times.busy), executor.times.now()
     steps = len(executor.rows)
     while core.stats().running == 32:
         core.step()
-    elapsed = executor.times.now() - began
+    elapsed = executor.times.now() - started_at
     shares = [
         (now - before) / elapsed for now, before in zip(executor.times.busy, busy, strict=True)
     ]

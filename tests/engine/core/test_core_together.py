@@ -72,9 +72,9 @@ class Member:
 
     def give_up(self) -> None:
         self.core.steps.give_up()
-        said = self.core.answers()
-        if said is not None:
-            self._take(said.outputs)
+        answers = self.core.answers()
+        if answers is not None:
+            self._take(answers.outputs)
 
     def finish(self, in_flight: int = 2) -> None:
         """Step until idle, with this many steps launched before the first completes."""

@@ -16,9 +16,9 @@ from engine.shared.adapters import configured_adapters
 from engine.shared.config import BUNDLED_MODEL, CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from engine.shared.messages import (
     AdapterEntry,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
-    HeldAdapter,
     SamplingParams,
     UtilityCall,
 )
@@ -38,7 +38,7 @@ class Engine:
         modules = AdaptableModules(read_spec(BUNDLED_MODEL))
         self.store = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
         executor = SimulatedExecutor(config, timing="virtual", adapters=self.store)
-        self.reports: list[list[HeldAdapter]] = []
+        self.reports: list[list[AdapterLoadResult]] = []
         self.core = EngineCore(
             config,
             executor,
@@ -49,9 +49,9 @@ class Engine:
         self.core.front_end_joined(0, 1)
         self.config = config
 
-    def take(self, revision: int, *entries: AdapterEntry) -> dict[int, HeldAdapter]:
+    def take(self, revision: int, *entries: AdapterEntry) -> dict[int, AdapterLoadResult]:
         """Apply an adapter list completely; return the last reports, by serial."""
-        self.core.adapters.take(AdapterSheet(revision, list(entries)))
+        self.core.adapters.take(AdapterTable(revision, list(entries)))
         self.core.adapters.wait()
         return {each.serial: each for each in self.reports[-1]}
 
@@ -116,7 +116,7 @@ def test_the_same_content_under_two_names_is_one_version(engine: Engine, tmp_pat
 def test_an_older_sheet_changes_nothing(engine: Engine) -> None:
     entry = AdapterEntry(1, "sql", "sql")
     held = engine.take(5, entry)
-    engine.core.adapters.take(AdapterSheet(4))
+    engine.core.adapters.take(AdapterTable(4))
     assert engine.take(5, entry) == held
 
 
@@ -157,9 +157,9 @@ def test_adapters_of_the_settings_may_lie_anywhere(tmp_path: Path) -> None:
     write_adapter(tmp_path / "two", seed=2)
     text = json.dumps({"name": "two", "path": str(tmp_path / "two")})
     engine = Engine(tmp_path / "none", lora_modules=(f"one={tmp_path / 'one'}", text))
-    sheet = configured_adapters(engine.config.lora)
-    assert sheet is not None
-    engine.core.adapters.take(sheet)
+    table = configured_adapters(engine.config.lora)
+    assert table is not None
+    engine.core.adapters.take(table)
     assert engine.core.adapters.wait() == []
     assert engine.call("list_loras").keys() == {"one", "two"}
     engine.store.shutdown()

@@ -4,7 +4,6 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine.core.ending import DRAINING_WAIT, LATE_SENDS_SECONDS
 from engine.core.engine_core import EngineCore
 from engine.core.events import (
     Drain,
@@ -18,10 +17,11 @@ from engine.core.events import (
 from engine.core.front_ends import CoreStep
 from engine.core.loop import (
     ANNOUNCEMENT_SECONDS,
-    END_SECONDS,
+    IDLE_STATS_DELAY,
     IDLE_STATS_INTERVAL,
     EngineLoop,
 )
+from engine.core.shutdown import DRAINING_WAIT, LATE_SENDS_SECONDS
 from engine.core.watchdog import StepWatch
 from engine.executor.simulated import SimulatedExecutor
 from engine.shared.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -69,13 +69,13 @@ class Engine:
             self,
             StepWatch(60.0),
             drain_timeout=DRAIN_TIMEOUT,
-            on_turn=lambda: None,
+            on_iteration=lambda: None,
             on_drain=self._refuse,
             clock=lambda: self.now,
         )
         self.turn(0.0, FrontEndJoined(0, 9))
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         self.said.append((step.stats.waiting, step.stats.running))
 
     def report(self, report: EngineReport) -> None:
@@ -87,7 +87,7 @@ class Engine:
     def turn(self, now: float, *items: InboxItem) -> int | None:
         """Run one iteration; return the tokens of the requested step, if any."""
         self.now, self.said, self.loop.computing = now, [], None
-        self.loop.turn(items)
+        self.loop.run_once(items)
         return self.loop.computing
 
     def compute(self, now: float) -> None:
@@ -102,7 +102,7 @@ def engine() -> Engine:
 
 def request(id: int, *, max_tokens: int = 1, alone: int = 0) -> AddRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, alone=alone)
+    return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, exclusive_steps=alone)
 
 
 def test_an_engine_without_work_tells_its_stats_now_and_then(engine: Engine) -> None:
@@ -128,8 +128,8 @@ def test_the_end_of_work_is_told_again_if_nothing_follows(engine: Engine) -> Non
     engine.compute(0.5)
     assert engine.turn(0.5) is None
     assert engine.said == []
-    assert engine.loop.wait == pytest.approx(END_SECONDS)
-    engine.turn(0.5 + END_SECONDS)
+    assert engine.loop.wait == pytest.approx(IDLE_STATS_DELAY)
+    engine.turn(0.5 + IDLE_STATS_DELAY)
     assert (engine.said, engine.loop.wait) == ([(0, 0)], IDLE_STATS_INTERVAL)
 
 

@@ -66,7 +66,7 @@ def test_outputs_are_on_their_way_when_they_have_been_said(
     for index in range(2):
         sender.connect_front_end(index, f"inproc://front-end-{index}", PROTOCOL_VERSION)
     outputs = {i: [RequestOutput(i, [7])] for i in range(2)}
-    sender.say(CoreStep(outputs, [], stats(1)))
+    sender.send_step(CoreStep(outputs, [], stats(1)))
     for index, pull in enumerate(pulls):
         assert pull.poll(0), "inproc delivers at once"
         message = received(pull, StepOutputs)
@@ -77,24 +77,24 @@ def test_large_outputs_go_in_frames_to_front_ends_that_take_them(
     sender: Sender, transport: Transport, tmp_path: Path
 ) -> None:
     vector = bytes(range(256)) * 4 * 5000
-    said = StepOutputs(stats(1), [RequestOutput(1, [], pooled=vector)])
+    message = StepOutputs(stats(1), [RequestOutput(1, [], pooled=vector)])
     for index, protocol in enumerate((PROTOCOL_VERSION, PROTOCOL_VERSION - 1)):
         address = f"ipc://{tmp_path}/{index}"
         pull = transport.bind(zmq.PULL, address, largest=16 << 20)
         sender.connect_front_end(index, address, protocol)
-        sender.say(CoreStep({index: said.outputs}, [], stats(1)))
+        sender.send_step(CoreStep({index: message.outputs}, [], stats(1)))
         assert pull.poll(60_000)
         if protocol == PROTOCOL_VERSION:
-            assert Inbox(pull, StepOutputs, "test").receive() == (b"", said)
+            assert Inbox(pull, StepOutputs, "test").receive() == (b"", message)
         else:
-            assert msgspec.msgpack.decode(pull.recv(), type=StepOutputs) == said
+            assert msgspec.msgpack.decode(pull.recv(), type=StepOutputs) == message
 
 
 def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
     sender.connect_front_end(0, "inproc://front-end", PROTOCOL_VERSION)
     sender.disconnect_front_end(0)
-    sender.say(CoreStep({0: [RequestOutput(1, [7])]}, [], stats(1)))
+    sender.send_step(CoreStep({0: [RequestOutput(1, [7])]}, [], stats(1)))
     assert not pull.poll(50)
 
 
@@ -103,8 +103,8 @@ def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
 ) -> None:
     coordinator = listen(transport, "inproc://coordinator")
     sender.connect_coordinator("inproc://coordinator")
-    sender.say(CoreStep({}, [], stats(1)))
-    sender.say(CoreStep({}, [], stats(2)))
+    sender.send_step(CoreStep({}, [], stats(1)))
+    sender.send_step(CoreStep({}, [], stats(2)))
     assert received(coordinator, EngineStats) == stats(1)
     assert received(coordinator, EngineStats) == stats(2)
 
@@ -121,8 +121,8 @@ def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_
         return wake_ups(sender) == before
 
     for step in (1, 3):
-        sender.say(CoreStep({}, [], stats(step)))
-        sender.say(CoreStep({}, [], stats(step + 1)))
+        sender.send_step(CoreStep({}, [], stats(step)))
+        sender.send_step(CoreStep({}, [], stats(step + 1)))
         assert received(coordinator, EngineStats) == stats(step)
         assert received(coordinator, EngineStats) == stats(step + 1)
         until(sleeps, "it finds that nothing is held any more")
@@ -137,7 +137,7 @@ def test_stopping_sends_the_newest_stats(
     sender.start()
     sender.connect_coordinator("inproc://coordinator")
     for step in (1, 2, 3):
-        sender.say(CoreStep({}, [], stats(step)))
+        sender.send_step(CoreStep({}, [], stats(step)))
     sender.stop()
     assert received(coordinator, EngineStats) == stats(1)
     assert received(coordinator, EngineStats) == stats(3)
@@ -158,9 +158,9 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
             return False
         return True
 
-    monkeypatch.setattr(StatsThrottle, "holds", property(holds))
+    monkeypatch.setattr(StatsThrottle, "has_pending", property(holds))
     sender.start()
-    sender.say(CoreStep({}, [], stats(1)))
+    sender.send_step(CoreStep({}, [], stats(1)))
     until(lambda: bool(late), "the thread looks for what is held")
     stopping.join(PATIENCE)
     assert not late[0].is_alive()
@@ -177,9 +177,9 @@ def test_work_that_begins_is_told_at_once_and_its_end_when_it_is_said_again() ->
 def test_short_work_in_a_row_is_told_now_and_then() -> None:
     throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
     offers = [busy, idle] * 50
-    told = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
-    assert len(told) == 5
-    assert throttle.holds
+    sent = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]
+    assert len(sent) == 5
+    assert throttle.has_pending
     assert throttle.take(6.0) == idle
     assert throttle.offer(busy, 6.1) == busy, "the end was told at last"
 
@@ -190,7 +190,7 @@ def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport)
 
     def speak(first: int) -> None:
         for id_ in range(first, first + 200):
-            sender.say(CoreStep({0: [RequestOutput(id_, [1])]}, [], stats(id_)))
+            sender.send_step(CoreStep({0: [RequestOutput(id_, [1])]}, [], stats(id_)))
 
     threads = [threading.Thread(target=speak, args=(1000 * i,)) for i in range(4)]
     for thread in threads:
@@ -211,5 +211,5 @@ def test_one_item_that_cannot_be_sent_does_not_silence_the_engine(
     sender.connect_front_end(0, "inproc://front-end", PROTOCOL_VERSION)
     sender.connect_front_end(1, "nonsense", PROTOCOL_VERSION)
     dead = EngineDead(0, 1, "a step failed")
-    sender.last_words(dead)
+    sender.send_failure(dead)
     assert received(pull, EngineDead) == dead

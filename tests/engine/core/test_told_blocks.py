@@ -5,7 +5,7 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.core.events import FrontEndLeft
 from engine.shared.block_names import SHORT_NAME
-from engine.shared.messages import ALL_BLOCKS, KvBlocks, KvBlocksWanted, UtilityCall
+from engine.shared.messages import ALL_BLOCKS, KvBlocks, KvBlocksQuery, UtilityCall
 from tests.engine.core.test_core import CONFIG, request, run
 from tests.support.checked_executor import CheckedExecutor
 
@@ -23,7 +23,7 @@ def told(core: EngineCore) -> list[tuple[int, KvBlocks]]:
 
 
 def ask(core: EngineCore, front_end: int, after: int) -> list[tuple[int, KvBlocks]]:
-    core.handle(KvBlocksWanted(front_end, after))
+    core.handle(KvBlocksQuery(front_end, after))
     return told(core)
 
 

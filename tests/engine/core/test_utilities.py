@@ -239,7 +239,7 @@ def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) 
     engine.add(1)
     engine.step()
     sampling = SamplingParams(max_tokens=6, seed=2)
-    engine.core.handle(AddRequest(2, "r2", 0, 0, list(range(5)), sampling, alone=2))
+    engine.core.handle(AddRequest(2, "r2", 0, 0, list(range(5)), sampling, exclusive_steps=2))
     engine.tokens[2] = []
     submitted = 0
     for _ in range(10):
@@ -249,11 +249,11 @@ def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) 
             engine.tokens[output.id] += output.token_ids
         if step.changes_alone:
             break
-    assert step.stats.alone == 2
+    assert step.stats.exclusive_request == 2
     assert set(step.outputs) == {0, 1}
     assert engine.executor.calls.count(("submit",)) == submitted
     engine.run()
-    assert engine.core.stats().alone == 0
+    assert engine.core.stats().exclusive_request == 0
     engine.assert_complete()
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.core.watchdog import FIRST_STEPS, FIRST_STEPS_FACTOR, HUNG, TOKENS, StepWatch
+from engine.core.watchdog import FIRST_STEPS, FIRST_STEPS_FACTOR, HUNG_EXIT_CODE, TOKENS, StepWatch
 from tests.support.waiting import PATIENCE
 
 
@@ -90,7 +90,7 @@ def run(what: str, step_timeout: float = 0.1) -> "subprocess.CompletedProcess[st
 
 def test_a_hung_process_says_where_tells_its_peers_and_ends() -> None:
     ended = run("hangs_politely")
-    assert ended.returncode == HUNG
+    assert ended.returncode == HUNG_EXIT_CODE
     assert "hangs_politely" in ended.stderr
     assert "last words: a step has not ended" in ended.stdout
 

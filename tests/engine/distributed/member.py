@@ -20,11 +20,11 @@ from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.models.layers import Chain
 from engine.models.parallel.balance import ExpertBalance, expert_share
 from engine.models.parallel.experts import (
+    DistributedExperts,
     ExpertGroup,
     SendingRule,
-    SpreadExperts,
 )
-from engine.models.parallel.tensors import CutEmbedding, CutHead, part_of
+from engine.models.parallel.tensors import VocabParallelEmbedding, VocabParallelHead, part_of
 from tests.engine.distributed import strict_device
 from tests.engine.processes import answer_lines
 
@@ -104,7 +104,7 @@ class Member:
         shared = ExpertGroup(6, 2, self.device)
         shared.rule = rule
         shared.join(group)
-        layer = SpreadExperts(shared)
+        layer = DistributedExperts(shared)
         share = expert_share(6, group.rank, group.size)
         layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
@@ -122,12 +122,12 @@ class Member:
         """
         group = self._group()
         balance = ExpertBalance(1, 6, 5, 1, self.device)
-        balance.form(group.size)
+        balance.reset(group.size)
         shared = ExpertGroup(6, 2, self.device, balance=balance)
         shared.prepare(group.rank, group.size)
         shared.join(group)
-        layer = SpreadExperts(shared)
-        layer.hold(*shared.held(0), lambda expert: Chain(lambda x: x * (expert + 1)))
+        layer = DistributedExperts(shared)
+        layer.hold(*shared.local_copies(0), lambda expert: Chain(lambda x: x * (expert + 1)))
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.zeros(num_tokens, device=self.device, dtype=torch.int64)
         chosen = torch.stack((first, first + 1), dim=1)
@@ -159,7 +159,7 @@ class Member:
         group, own = self.engines.processes, self.grid.shards
         shared = ExpertGroup(6, 2, self.device, own)
         shared.join(group)
-        layer = SpreadExperts(shared)
+        layer = DistributedExperts(shared)
         share = expert_share(6, group.rank, group.size)
         layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(base + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
@@ -172,7 +172,7 @@ class Member:
             return made
 
         shared.begin_step(num_tokens)
-        total = own.all_reduce(shared.own_tokens(routed, x, None))
+        total = own.all_reduce(shared.compute_own_tokens(routed, x, None))
         shared.end_step()
         first = x[:, :1]
         return bool(torch.equal(total, x * (first % 6 + (first + 3) % 6) * 0.5))
@@ -190,9 +190,9 @@ class Member:
         group = self._group()
         part = part_of(7, group.rank, group.size)
         table = torch.arange(14.0, device=self.device).view(7, 2)[part].contiguous()
-        embed = CutEmbedding(group, partial(torch.embedding, table), part)
+        embed = VocabParallelEmbedding(group, partial(torch.embedding, table), part)
         states = embed(self._tensor([6, 0, 3], torch.int64))
-        logits = CutHead(group, lambda x: x @ table.T, 7)(states)
+        logits = VocabParallelHead(group, lambda x: x @ table.T, 7)(states)
         return [states.tolist(), logits.tolist()]
 
     def join_grid(self, address: str, rank: int, stages: int, shards: int) -> None:

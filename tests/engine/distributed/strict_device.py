@@ -169,7 +169,7 @@ def install() -> None:
     def of_device(store: Store, spec: GroupSpec, device: torch.device) -> Backend:
         assert _is_device(device)
         inner = Connections(store, "device", spec, CPU)
-        return cast("Backend", StrictBackend(inner.backend, OnDevice, inner.cut))
+        return cast("Backend", StrictBackend(inner.backend, OnDevice, inner.disconnect))
 
     backend.gloo_backend = of_processor
     backend.nccl_backend = of_device

@@ -16,7 +16,7 @@ from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team, WorkerFailed
 from engine.models.decoder import Decoder
-from engine.models.parallel.experts import SendingRule, SpreadExperts
+from engine.models.parallel.experts import DistributedExperts, SendingRule
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -122,7 +122,7 @@ class Member:
     def shares(self) -> list[list[int]]:
         model = self._model
         experts = [mlp.experts for mlp in model.sparse_layers.values()]
-        return [list(e.share) for e in experts if isinstance(e, SpreadExperts)]
+        return [list(e.share) for e in experts if isinstance(e, DistributedExperts)]
 
     def balance(self) -> tuple[float | None, int]:
         """Return the measured expert load, and how often layers were rebalanced."""
@@ -173,7 +173,7 @@ class Member:
         for level in (1, 2, 1):
             self.executor.sleep(level)
             if level == 1 and self.device == "cuda":
-                assert self.executor._held._offloaded is not None
+                assert self.executor._holder._offloaded is not None
             self.executor.wake_up()
 
 

@@ -73,12 +73,12 @@ def serve(
     ends: dict[int, str] = {}
     logprobs: dict[int, list[tuple[int, list[int]]]] = {}
     number = in_flight = 0
-    most = 1 + config.scheduler.steps_overlap
+    max_in_flight = 1 + config.scheduler.steps_overlap
     while goes_on(bool(made) or core.has_requests, group):
         for message in made[:2]:
             if message.sampling.grammar is not None:
                 assert isinstance(executor.grammars, GrammarTable)
-                executor.grammars.ask(message.sampling.grammar).wait()
+                executor.grammars.request(message.sampling.grammar).wait()
             core.handle(message)
         del made[:2]
         if group is None:
@@ -87,7 +87,7 @@ def serve(
             core.steps.launch_together(number, ())
             in_flight += 1
             number += 1
-            if in_flight < most:
+            if in_flight < max_in_flight:
                 continue
             step = core.land_together()
             in_flight -= 1

@@ -85,7 +85,7 @@ def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture)
     assert chosen(spec=sliding) is False
     assert chosen(spec=msgspec.structs.replace(spec, attention_softcap=50.0)) is False
     assert chosen(types=BFLOAT16) is False
-    assert chosen(types=FLOAT32._replace(kept="fp8")) is False
+    assert chosen(types=FLOAT32._replace(kv_cache_dtype="fp8")) is False
     assert chosen(device=torch.device("cuda")) is False
 
 
@@ -103,7 +103,7 @@ def test_kernels_that_compute_row_by_row_make_it_the_default_where_nothing_is_fa
     assert chosen(types=BFLOAT16, spec=replace(plain, windows=(16,))) is by_kernels
     assert chosen(types=BFLOAT16, spec=replace(plain, attention_softcap=50.0)) is by_kernels
     assert chosen(types=BFLOAT16, spec=with_experts) is by_kernels
-    assert chosen(types=BFLOAT16._replace(kept="fp8"), spec=plain) is False
+    assert chosen(types=BFLOAT16._replace(kv_cache_dtype="fp8"), spec=plain) is False
     assert not any(chosen(config, types=BFLOAT16, spec=plain) for config in MORE_COSTLY)
 
 
@@ -119,8 +119,8 @@ def test_kernels_for_products_and_attention_are_asked_for(
 
 
 def test_engines_compare_what_is_set() -> None:
-    told = [
+    configs = [
         group_config(EngineConfig(executor=ExecutorConfig(batch_invariant=value)))
         for value in (None, True, False)
     ]
-    assert [each["batch_invariant"] for each in told] == ["auto", "True", "False"]
+    assert [each["batch_invariant"] for each in configs] == ["auto", "True", "False"]

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.rules import why_blind
+from engine.executor.rules import why_no_images
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
@@ -44,8 +44,8 @@ def show(id: int, *parts: list[int] | int, name: str = "smolvlm", **sampling: An
             tokens += [_END if i in breaks else IMAGE_TOKEN for i in range(count)] + [_END]
         else:
             tokens += part
-    asked = request(id, tokens, **{"temperature": 0.0, "max_tokens": 12} | sampling)
-    return replace(asked, encoder_inputs=images)
+    message = request(id, tokens, **{"temperature": 0.0, "max_tokens": 12} | sampling)
+    return replace(message, encoder_inputs=images)
 
 
 def picture(name: str, number: int, position: int) -> EncoderInput:
@@ -73,9 +73,9 @@ def traffic(name: str = "smolvlm") -> list[AddRequest]:
     ]
 
 
-def check(model: Checkpoint, asked: list[AddRequest], answers: list[Answer]) -> None:
+def check(model: Checkpoint, requests: list[AddRequest], answers: list[Answer]) -> None:
     """Check that each token is transformers' most likely one."""
-    for each, answer in zip(asked, answers, strict=True):
+    for each, answer in zip(requests, answers, strict=True):
         known = each.prompt_token_ids + answer.tokens[:-1]
         if each.encoder_inputs:
             logits = model.logits_with_images(known, each.encoder_inputs)
@@ -102,11 +102,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 def test_prompts_with_images_and_without_are_served_together(
     name: str, kind: str, checkpoint: SaveModel
 ) -> None:
-    model, asked, settings = checkpoint(name), traffic(name), _SETTINGS[kind]
+    model, requests, settings = checkpoint(name), traffic(name), _SETTINGS[kind]
     if name == "gemma3-vision" and "num_blocks" in settings:
         settings = {**settings, "num_blocks": 28}
-    answers, stats = serve(model.directory, asked, dtype="float32", **settings)
-    check(model, asked, answers)
+    answers, stats = serve(model.directory, requests, dtype="float32", **settings)
+    check(model, requests, answers)
     if "num_blocks" in settings:
         assert stats.counters.preemptions > 0
     assert stats.counters.encoded_images >= 12
@@ -117,13 +117,13 @@ def test_prompts_with_images_and_without_are_served_together(
 def test_drafts_of_what_sees_nothing_change_no_token(
     with_head: bool, name: str, checkpoint: SaveModel, tmp_path: Path
 ) -> None:
-    model, asked = checkpoint(name), traffic(name)
+    model, requests = checkpoint(name), traffic(name)
     draft = model.directory
     if with_head:
         draft = save_eagle3(model, tmp_path, layer_ids=[0, 1, 2]).directory
     drafting: dict[str, Any] = {"speculative_model": str(draft)}
-    answers, stats = serve(model.directory, asked, dtype="float32", **drafting)
-    check(model, asked, answers)
+    answers, stats = serve(model.directory, requests, dtype="float32", **drafting)
+    check(model, requests, answers)
     assert stats.counters.spec_draft_tokens > 0
     if not with_head:
         assert stats.counters.spec_accepted_tokens > 0
@@ -134,20 +134,22 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     name: str, checkpoint: SaveModel
 ) -> None:
     model = checkpoint(name)
-    asked = [show(id, text(6), shown, text(20), name=name) for id, shown in enumerate((3, 3, 6), 1)]
-    one_by_one = [replace(each, alone=1000) for each in asked]
+    requests = [
+        show(id, text(6), shown, text(20), name=name) for id, shown in enumerate((3, 3, 6), 1)
+    ]
+    one_by_one = [replace(each, exclusive_steps=1000) for each in requests]
     answers, stats = serve(model.directory, one_by_one, dtype="float32")
-    check(model, asked, answers)
-    length = len(asked[0].prompt_token_ids)
+    check(model, requests, answers)
+    length = len(requests[0].prompt_token_ids)
     assert stats.counters.prefix_cache_hits == length // 8 * 8
     assert stats.counters.encoded_images == 2
 
 
 def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
     model = checkpoint("smolvlm")
-    asked = [show(id, text(id % 9), 1, text(4, 60 + id), max_tokens=3) for id in range(32)]
-    answers, stats = serve(model.directory, asked, dtype="float32")
-    check(model, asked, answers)
+    requests = [show(id, text(id % 9), 1, text(4, 60 + id), max_tokens=3) for id in range(32)]
+    answers, stats = serve(model.directory, requests, dtype="float32")
+    check(model, requests, answers)
     counters = stats.counters
     assert counters.encoded_images == 1
     assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
@@ -158,14 +160,16 @@ def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
 def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
     dtype: Any, name: str, checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint(name), traffic(name)
+    model, requests = checkpoint(name), traffic(name)
     settings: dict[str, Any] = {"dtype": dtype, "batch_invariant": True}
     for each in (2, 5):
-        asked[each] = replace(asked[each], sampling=replace(asked[each].sampling, temperature=0.7))
-    whole, _ = serve(model.directory, asked, **settings)
+        requests[each] = replace(
+            requests[each], sampling=replace(requests[each].sampling, temperature=0.7)
+        )
+    whole, _ = serve(model.directory, requests, **settings)
     moved = [
         replace(each, output_token_ids=answer.tokens[:5])
-        for each, answer in zip(asked[2:], whole[2:], strict=True)
+        for each, answer in zip(requests[2:], whole[2:], strict=True)
     ]
     rest, _ = serve(model.directory, moved, max_num_encoder_tokens=4, **settings)
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
@@ -177,9 +181,9 @@ def test_kv_tiers_tell_images_apart(name: str, checkpoint: SaveModel, tmp_path: 
     tiers = {"kv_disk_tier_dir": str(tmp_path), "kv_disk_tier_bytes": 1 << 24}
     first = [show(1, text(6), 0, text(20), name=name)]
     serve(model.directory, first, dtype="float32", tiers=tiers)
-    asked = [show(id, text(6), shown, text(20), name=name) for id, shown in ((2, 3), (3, 0))]
-    answers, stats = serve(model.directory, asked, dtype="float32", tiers=tiers)
-    check(model, asked, answers)
+    requests = [show(id, text(6), shown, text(20), name=name) for id, shown in ((2, 3), (3, 0))]
+    answers, stats = serve(model.directory, requests, dtype="float32", tiers=tiers)
+    check(model, requests, answers)
     assert stats.counters.kv_tier_hits == (len(first[0].prompt_token_ids) - 1) // 8 * 8
 
 
@@ -200,17 +204,17 @@ def test_kv_tiers_tell_images_apart(name: str, checkpoint: SaveModel, tmp_path: 
 def test_processes_that_share_a_model_see_images_as_one_does(
     name: str, shards: int, stages: int, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
-    model, asked = checkpoint(name), traffic(name)
+    model, requests = checkpoint(name), traffic(name)
     if "speculative_model" in scheduling:
         scheduling = {"speculative_model": str(model.directory)}
     kind = ModelConfig(model=str(model.directory), device="cpu", dtype="float32")
-    answers, counters = serve_in_processes(kind, asked, shards, stages, **scheduling)
-    check(model, asked, answers)
+    answers, counters = serve_in_processes(kind, requests, shards, stages, **scheduling)
+    check(model, requests, answers)
     assert counters.encoded_images >= 12
 
 
 def serve_in_processes(
-    model: ModelConfig, asked: list[AddRequest], shards: int, stages: int, **scheduling: Any
+    model: ModelConfig, requests: list[AddRequest], shards: int, stages: int, **scheduling: Any
 ) -> tuple[list[Answer], EngineCounters]:
     config = EngineConfig(
         model=model,
@@ -225,10 +229,10 @@ def serve_in_processes(
     )
     executor = InProcessExecutor(config, team=Team(config, 0, 1))
     try:
-        (tokens, _, _), counters = serve_steps(executor, config, asked)
+        (tokens, _, _), counters = serve_steps(executor, config, requests)
     finally:
         executor.shutdown()
-    return [Answer(tokens[each.id], "length", []) for each in asked], counters
+    return [Answer(tokens[each.id], "length", []) for each in requests], counters
 
 
 @pytest.mark.parametrize(
@@ -239,13 +243,13 @@ def test_processes_that_share_a_model_in_few_bits_see_images(
     name: str, quantization: Any, dtype: Any, most: float, checkpoint: SaveModel
 ) -> None:
     model = checkpoint(name)
-    asked = [each for each in traffic(name) if each.encoder_inputs]
+    requests = [each for each in traffic(name) if each.encoder_inputs]
     kind = ModelConfig(
         model=str(model.directory), device="cpu", dtype=dtype, quantization=quantization
     )
-    answers, _ = serve_in_processes(kind, asked, 2, 1)
+    answers, _ = serve_in_processes(kind, requests, 2, 1)
     short = []
-    for each, answer in zip(asked, answers, strict=True):
+    for each, answer in zip(requests, answers, strict=True):
         known = each.prompt_token_ids + answer.tokens[:-1]
         logits = model.logits_with_images(known, each.encoder_inputs)
         logits = logits[len(each.prompt_token_ids) - 1 :]
@@ -278,8 +282,8 @@ def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
     assert gemma is not None
     assert other is not None
     config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
-    assert why_blind(config, other) is None
-    found = why_blind(config, gemma)
+    assert why_no_images(config, other) is None
+    found = why_no_images(config, gemma)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -334,7 +338,7 @@ def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: S
     image = encoder_input(1, 0, num_tokens=4)
     embeddings = before.encode(image.pixels, 32, 32)
     executor.sleep(2)
-    assert executor._held.loaded is None
+    assert executor._holder.loaded is None
     executor.wake_up()
     again = executor._loaded.vision
     assert again is not None

@@ -80,13 +80,13 @@ def plan(tokens: list[int], start: int = 0, count: int | None = None) -> BatchPl
 
 
 def test_info_tells_what_was_found(settings: MakeConfig) -> None:
-    said: list[str] = []
-    executor = InProcessExecutor(settings(), progress=said.append)
+    messages: list[str] = []
+    executor = InProcessExecutor(settings(), progress=messages.append)
     info = executor.info
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 99, (5, 6))
     assert info.num_kv_blocks == 4 * 128 // 16
     assert len(info.model_fingerprint) == 32
-    words = list(dict.fromkeys(phrase.split()[0] for phrase in said))
+    words = list(dict.fromkeys(phrase.split()[0] for phrase in messages))
     assert words in (["loading", "allocating"], ["preparing", "loading", "allocating"])
     assert torch.get_num_threads() == 1
 

@@ -16,10 +16,10 @@ def test_each_node_has_consecutive_stages_and_the_leaders_has_the_last(layout: L
     found = []
     for node in [*range(1, layout.nodes), 0]:
         ranks = layout.on_node(node)
-        assert sorted(map(layout.number, ranks)) == list(range(layout.size // layout.nodes))
-        places = sorted(map(layout.place, ranks))
-        assert {place.shard for place in places} == set(range(layout.shards))
-        found += places
+        assert sorted(map(layout.index_on_node, ranks)) == list(range(layout.size // layout.nodes))
+        positions = sorted(map(layout.position, ranks))
+        assert {position.shard for position in positions} == set(range(layout.shards))
+        found += positions
     assert layout.node(0) == 0
     assert found == [(s, part) for s in range(layout.stages) for part in range(layout.shards)]
 
@@ -33,7 +33,7 @@ def test_a_node_needs_devices_for_its_own_stages_only() -> None:
         master_addr="10.0.0.1",
     )
     layout = Layout.of(parallel)
-    devices = [device_number(parallel, layout.number(rank), 2) for rank in range(4)]
+    devices = [device_number(parallel, layout.index_on_node(rank), 2) for rank in range(4)]
     assert list(zip(map(layout.node, range(4)), devices, strict=True)) == [
         (0, 1),  # the leader's is the last stage
         (1, 0),

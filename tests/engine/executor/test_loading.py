@@ -31,7 +31,7 @@ def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(types: torch.dtype = BF16, device: torch.device = CPU, **model: Any) -> str | None:
     is_alone = model.pop("is_alone", True)
     computed = ComputeTypes(types, types)
-    return quantization(ModelConfig(**model), computed, device=device, is_alone=is_alone)
+    return quantization(ModelConfig(**model), computed, device=device, in_one_process=is_alone)
 
 
 @pytest.mark.usefixtures("without_16_bits")
@@ -85,11 +85,11 @@ def test_what_answers_lose_is_in_the_log_at_the_start(
         load_model(EngineConfig(model=settings), CPU, lambda _: None)
         return [record.getMessage() for record in caplog.records]
 
-    (said,) = lost("phi3-long")
-    assert "use the frequencies for long ones, as --max-model-len 256 is more than 64" in said
+    (message,) = lost("phi3-long")
+    assert "use the frequencies for long ones, as --max-model-len 256 is more than 64" in message
     assert lost("phi3-long", max_model_len=64) == []
-    (said,) = lost("llama", quantization="int8", dtype="bfloat16")
-    assert "perplexity of one of 135 million rose by 4.2 %" in said
+    (message,) = lost("llama", quantization="int8", dtype="bfloat16")
+    assert "perplexity of one of 135 million rose by 4.2 %" in message
     assert lost("llama") == []
 
 

@@ -62,7 +62,7 @@ def made_up_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return free_for_cache(total=DEVICE_BYTES, utilization=utilization, peak=peak, others=0)
 
     monkeypatch.setattr(MemoryTrial, "peak", lambda *_: PEAK_BYTES)
-    monkeypatch.setattr(MemoryTrial, "left", left)
+    monkeypatch.setattr(MemoryTrial, "remaining", left)
 
 
 def blocks_of(share: float, loaded: Decoder) -> int:
@@ -101,7 +101,7 @@ def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(
 ) -> None:
     leader: Any = Answers(*others)
     sizing = KvSizing(EngineConfig(), torch.device("cpu"), 2, leader)
-    assert sizing._fewest(own) == agreed
+    assert sizing._minimum_over_workers(own) == agreed
 
 
 def test_processes_that_hold_a_model_together_try_the_largest_step_together(
@@ -156,9 +156,9 @@ def test_the_share_of_a_device_holds_for_every_process_of_an_engine(checkpoint: 
     for share in SHARES:
         config = settings(model.directory, share, pipeline_parallel_size=2)
         launch = WorkerLaunch(config, 0, 0, 2, "", engines_on_node=1)
-        worker = Worker(launch, Grid(Group.alone(), None, None), torch.device("cpu"))
-        assert worker.obey(BeginTrial(NUM_BLOCKS))
-        assert worker.obey(EndTrial())
+        worker = Worker(launch, Grid(Group.single(), None, None), torch.device("cpu"))
+        assert worker.execute(BeginTrial(NUM_BLOCKS))
+        assert worker.execute(EndTrial())
         assert worker.free_blocks == blocks_of(share, worker._loaded)
 
 

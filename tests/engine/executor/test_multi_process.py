@@ -17,13 +17,13 @@ from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.rules import check_sharded_state
-from engine.executor.team import Team, UnlikeWorkers, WorkerFailed
+from engine.executor.team import MismatchedWorkers, Team, WorkerFailed
 from engine.models.attention.kv_format import KvCacheDtype
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError, TensorFiles
 from engine.models.hf_config import read_spec
 from engine.models.parallel.sharded_state import save_sharded_state
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     CacheConfig,
@@ -217,14 +217,14 @@ def test_experts_by_a_kernel_are_cut_like_others(
 
 
 def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
-    ours = checkpoint("llama").directory
-    theirs = Path(shutil.copytree(ours, tmp_path / "other"))
-    with (theirs / "model.safetensors").open("r+b") as weights:
+    directory = checkpoint("llama").directory
+    copy = Path(shutil.copytree(directory, tmp_path / "other"))
+    with (copy / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x11")
-    team = Team(settings(theirs, 1, stages=2), 0, 1)
-    with pytest.raises(UnlikeWorkers, match=r"worker 1 on .* has parts of other weights"):
-        InProcessExecutor(settings(ours, 1, stages=2), team=team)
+    team = Team(settings(copy, 1, stages=2), 0, 1)
+    with pytest.raises(MismatchedWorkers, match=r"worker 1 on .* has parts of other weights"):
+        InProcessExecutor(settings(directory, 1, stages=2), team=team)
     assert not any(map(psutil.pid_exists, team.pids))
 
 
@@ -239,13 +239,13 @@ def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
     for engine in (start(model.directory, 2).driver, driver(model.directory)):
         engine.start(0, prompt(20), sampling)
         results.append(engine.prefill(0))
-    ours, theirs = results
-    assert ours.token_ids == theirs.token_ids
-    assert [p.top_ids for p in ours.prompt_logprobs[0]] == [
-        p.top_ids for p in theirs.prompt_logprobs[0]
+    one, two = results
+    assert one.token_ids == two.token_ids
+    assert [p.top_ids for p in one.prompt_logprobs[0]] == [
+        p.top_ids for p in two.prompt_logprobs[0]
     ]
-    for mine, other in zip(ours.prompt_logprobs[0], theirs.prompt_logprobs[0], strict=True):
-        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    for entry, other in zip(one.prompt_logprobs[0], two.prompt_logprobs[0], strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
     spec = read_spec(checkpoint("llama").directory)
     for size in (3, 8):
         with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not fit"):
-            Cut(spec, 0, size)
+            TensorSharding(spec, 0, size)
     (tmp_path / "config.json").write_bytes(
         (checkpoint("llama").directory / "config.json").read_bytes()
     )
@@ -327,7 +327,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
 
 def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("qwen3-moe-some-dense").directory)
-    cuts = [Cut(spec, rank, 4) for rank in range(4)]
+    cuts = [TensorSharding(spec, rank, 4) for rank in range(4)]
     assert [cut.spec.num_heads for cut in cuts] == [1, 1, 1, 1]
     assert [cut.spec.num_kv_heads for cut in cuts] == [1, 1, 1, 1]
     assert sum(cut.spec.intermediate_size for cut in cuts) == spec.intermediate_size

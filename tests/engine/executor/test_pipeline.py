@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.layout import Layout, Place
+from engine.executor.layout import GridPosition, Layout
 from engine.executor.team import Team, WorkerFailed
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
@@ -330,9 +330,14 @@ def test_experts_in_several_engines_and_stages_are_refused_together_at_the_start
 
 def test_the_leader_is_the_first_shard_of_the_last_stage() -> None:
     layout = Layout(stages=3, shards=2)
-    assert layout.place(0) == Place(2, 0)
-    assert [layout.place(rank).stage for rank in layout.mates] == [2]
-    assert [layout.place(rank) for rank in layout.earlier] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert layout.position(0) == GridPosition(2, 0)
+    assert [layout.position(rank).stage for rank in layout.stage_workers] == [2]
+    assert [layout.position(rank) for rank in layout.earlier_ranks] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert [list(layout.ranks(stage)) for stage in range(3)] == [[2, 3], [4, 5], [0, 1]]
-    assert sorted(layout.number(rank) for rank in range(6)) == list(range(6))
-    assert [Layout(1, 4).number(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert sorted(layout.index_on_node(rank) for rank in range(6)) == list(range(6))
+    assert [Layout(1, 4).index_on_node(rank) for rank in range(4)] == [0, 1, 2, 3]

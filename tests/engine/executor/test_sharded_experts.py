@@ -14,7 +14,7 @@ from engine.batch.executor import GroupExecutor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     BUNDLED_MODEL,
@@ -224,10 +224,10 @@ def test_experts_are_whole_where_all_else_is_cut(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("gpt-oss-mxfp4").directory)
     assert spec.moe is not None
     with pytest.raises(UnsupportedModel, match="more than the experts of this model"):
-        Cut(spec, 1, 4)
-    whole, cut = Cut(spec, 1, 4, whole_experts=True), Cut(spec, 1, 2)
+        TensorSharding(spec, 1, 4)
+    whole, cut = TensorSharding(spec, 1, 4, whole_experts=True), TensorSharding(spec, 1, 2)
     assert whole.spec.num_heads == spec.num_heads // 4
     assert whole.spec.moe == spec.moe
-    assert whole.has_whole("model.layers.0.mlp.experts.1.down_proj.weight")
-    assert not whole.has_whole("model.layers.0.mlp.shared_experts.down_proj.weight")
-    assert not cut.has_whole("model.layers.0.mlp.experts.1.down_proj.weight")
+    assert whole.is_unsharded("model.layers.0.mlp.experts.1.down_proj.weight")
+    assert not whole.is_unsharded("model.layers.0.mlp.shared_experts.down_proj.weight")
+    assert not cut.is_unsharded("model.layers.0.mlp.experts.1.down_proj.weight")

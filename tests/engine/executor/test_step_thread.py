@@ -16,7 +16,7 @@ def empty_plan(step: int) -> BatchPlan:
 
 @pytest.fixture
 def thread() -> Iterator[StepThread]:
-    made = StepThread(torch.device("cpu"), own=True)
+    made = StepThread(torch.device("cpu"), own_thread=True)
     yield made
     made.shutdown()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.executor import team, worker_process
-from engine.executor.team import Team, UnlikeWorkers
+from engine.executor.team import MismatchedWorkers, Team
 from engine.executor.team_messages import WorkerReply
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import pack_frame
@@ -80,5 +80,5 @@ def test_a_worker_that_cannot_be_understood_is_the_end_of_the_engine(
 def test_a_worker_on_another_kind_of_device_is_refused(trio: Team, workers: list[Played]) -> None:
     for worker, device in zip(workers, ("cpu", "cuda"), strict=True):
         worker.commands.sendall(pack_frame(WorkerReply(0, device=device)))
-    with pytest.raises(UnlikeWorkers, match=r"a worker's device is cuda, but .* is cpu"):
-        trio.meet("cpu")
+    with pytest.raises(MismatchedWorkers, match=r"a worker's device is cuda, but .* is cpu"):
+        trio.wait_until_loaded("cpu")

@@ -25,8 +25,8 @@ def until_cached(compiler: GrammarCompiler, number: int) -> None:
 def test_a_grammar_is_compiled_once_for_all_who_ask(
     compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
-    first = compiler.ask(RegexGrammar("[a-z]+"))
-    second = compiler.ask(RegexGrammar("[a-z]+"))
+    first = compiler.request(RegexGrammar("[a-z]+"))
+    second = compiler.request(RegexGrammar("[a-z]+"))
     assert first is second
     assert settled.acquire(timeout=60)
     assert first.settled
@@ -35,7 +35,7 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(
 
 
 def test_what_cannot_be_compiled_says_why_and_is_not_kept(compiler: GrammarCompiler) -> None:
-    grammar = compiler.ask(LarkGrammar("start: <|no_such_token|>"))
+    grammar = compiler.request(LarkGrammar("start: <|no_such_token|>"))
     grammar.wait()
     assert grammar.matcher is None
     assert grammar.error is not None
@@ -46,7 +46,7 @@ def test_what_cannot_be_compiled_says_why_and_is_not_kept(compiler: GrammarCompi
 
 def test_a_grammar_that_allows_nothing_is_an_error(compiler: GrammarCompiler) -> None:
     loop = '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'
-    grammar = compiler.ask(JsonSchemaGrammar(loop))
+    grammar = compiler.request(JsonSchemaGrammar(loop))
     grammar.wait()
     assert grammar.error is not None
     assert "no text fits" in grammar.error
@@ -55,11 +55,11 @@ def test_a_grammar_that_allows_nothing_is_an_error(compiler: GrammarCompiler) ->
 def test_only_the_grammars_used_last_are_kept_once_nobody_uses_them(
     compiler: GrammarCompiler,
 ) -> None:
-    in_use = compiler.ask(RegexGrammar("x"))
+    in_use = compiler.request(RegexGrammar("x"))
     for number in range(MAX_CACHED + 10):
-        compiler.ask(RegexGrammar(f"a{number}")).wait()
+        compiler.request(RegexGrammar(f"a{number}")).wait()
     until_cached(compiler, MAX_CACHED + 1)
-    assert compiler.ask(RegexGrammar("x")) is in_use
+    assert compiler.request(RegexGrammar("x")) is in_use
     del in_use
     until_cached(compiler, MAX_CACHED)
 
@@ -69,7 +69,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: P
     broken.write_text("{}")
     compiler = GrammarCompiler(broken, 100)
     try:
-        grammar = compiler.ask(RegexGrammar("a"))
+        grammar = compiler.request(RegexGrammar("a"))
         grammar.wait()
         assert grammar.error is not None
     finally:
@@ -79,27 +79,27 @@ def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: P
 def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
     compiler: GrammarCompiler,
 ) -> None:
-    grammars = [compiler.ask(RegexGrammar(f"{number}[a-z]+")) for number in range(4)]
+    grammars = [compiler.request(RegexGrammar(f"{number}[a-z]+")) for number in range(4)]
     for each in grammars:
         each.wait()
         assert 0 < each.num_bytes < MAX_CACHED_BYTES
     for each in grammars[1:3]:
         each.num_bytes = MAX_CACHED_BYTES  # as if they were large
     del each, grammars
-    compiler.ask(RegexGrammar("one more")).wait()
+    compiler.request(RegexGrammar("one more")).wait()
     until_cached(compiler, 2)  # the newest, and the newest before it, which is small
 
 
 def test_no_more_grammars_are_compiled_than_there_is_room_for(
     compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
-    cached = compiler.ask(RegexGrammar("nobody uses it"))
-    large = compiler.ask(RegexGrammar("[a-z]+"))
+    cached = compiler.request(RegexGrammar("nobody uses it"))
+    large = compiler.request(RegexGrammar("[a-z]+"))
     for _ in range(2):
         assert settled.acquire(timeout=60)
     large.num_bytes = MAX_HELD_BYTES + 1  # as if it were large
     del cached
-    waiting = compiler.ask(RegexGrammar("[0-9]+"))
+    waiting = compiler.request(RegexGrammar("[0-9]+"))
     assert not settled.acquire(timeout=0.2), "it waits for room"
     until(
         lambda: gc.collect() >= 0 and compiler.held_bytes == MAX_HELD_BYTES + 1,
@@ -113,7 +113,7 @@ def test_no_more_grammars_are_compiled_than_there_is_room_for(
 def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(
     compiler: GrammarCompiler,
 ) -> None:
-    large = compiler.ask(RegexGrammar("[a-z]+"))
+    large = compiler.request(RegexGrammar("[a-z]+"))
     large.wait()
     large.num_bytes = MAX_HELD_BYTES + 1
     assert compiler.compiled(RegexGrammar("[0-9]+")).error is None
@@ -129,7 +129,7 @@ def test_grammars_may_name_tokens_that_only_the_tokenizers_config_has(tmp_path: 
     (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8")
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", VOCAB_SIZE + 1, EOS)
     try:
-        grammar = compiler.ask(LarkGrammar("start: <|tool|>"))
+        grammar = compiler.request(LarkGrammar("start: <|tool|>"))
         grammar.wait()
         assert grammar.error is None
         assert compiler.tokens_of("<|tool|>") == (VOCAB_SIZE,)
@@ -147,9 +147,9 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
         return original(self, spec)
 
     monkeypatch.setattr(GrammarCompiler, "new_matcher", held)
-    slow = [compiler.ask(RegexGrammar(f"slow{number}"), tenant=1) for number in range(8)]
+    slow = [compiler.request(RegexGrammar(f"slow{number}"), tenant=1) for number in range(8)]
     for number in range(3):
-        compiler.ask(RegexGrammar(f"a{number}"), tenant=2).wait()
+        compiler.request(RegexGrammar(f"a{number}"), tenant=2).wait()
     assert not any(each.settled for each in slow)
     go_on.set()
     for each in slow:
@@ -159,10 +159,10 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
 def test_a_mask_that_takes_long_ends_by_itself(compiler: GrammarCompiler) -> None:
     options = '("a")? ' * 9900
     matcher = new_matcher(compiler.tokenizer(), LLMatcher.grammar_from_lark(f"start: {options}"))
-    began = time.thread_time()
+    started_at = time.thread_time()
     for token in compiler.tokens_of("aa"):
         matcher.compute_bitmask()
         matcher.consume_token(token)
     matcher.compute_bitmask()
     assert matcher.is_error()
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - started_at < 10

@@ -2,13 +2,13 @@
 
 import threading
 
-from engine.grammar.mask_threads import PATIENCE, Following, MaskJob, MaskThreads
+from engine.grammar.mask_threads import PATIENCE, GrammarState, MaskJob, MaskThreads
 
 
 def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
     answers: list[bool] = []
 
-    class Asked(Following):
+    class Asked(GrammarState):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if isinstance(value, MaskJob):  # the step thread may read it at this moment
@@ -27,10 +27,10 @@ def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
 
 
 def test_a_job_that_waits_for_another_of_its_grammar_is_late_when_that_one_is() -> None:
-    following, go_on = Following(), threading.Event()
+    state, go_on = GrammarState(), threading.Event()
     threads = MaskThreads()
-    busy = MaskJob(following, lambda: _burn_until(go_on))
-    waiting = MaskJob(following, lambda: None)
+    busy = MaskJob(state, lambda: _burn_until(go_on))
+    waiting = MaskJob(state, lambda: None)
     try:
         threads.run([busy, waiting], 60, seconds=0.3)
         while not busy.is_over:
@@ -43,12 +43,12 @@ def test_a_job_that_waits_for_another_of_its_grammar_is_late_when_that_one_is() 
 
 def test_a_step_does_not_wait_for_one_mask_that_takes_long_once_all_others_are_done() -> None:
     go_on, threads = threading.Event(), MaskThreads()
-    busy = [MaskJob(Following(), lambda: _burn_until(go_on)) for _ in range(2)]
-    quick = [MaskJob(Following(), lambda: None) for _ in range(8)]
+    busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(2)]
+    quick = [MaskJob(GrammarState(), lambda: None) for _ in range(8)]
     try:
         threads.run([*busy, *quick], PATIENCE, seconds=3600)
         assert [job.seconds is not None for job in (*busy, *quick)] == [False] * 2 + [True] * 8
-        again = MaskJob(Following(), lambda: None)
+        again = MaskJob(GrammarState(), lambda: None)
         threads.run([again], PATIENCE, seconds=3600)
         assert again.seconds is not None, "there are threads left"
         go_on.set()
@@ -61,12 +61,12 @@ def test_a_step_does_not_wait_for_one_mask_that_takes_long_once_all_others_are_d
 
 def test_a_step_waits_for_nothing_if_all_threads_are_busy_with_what_takes_long() -> None:
     go_on, threads = threading.Event(), MaskThreads()
-    busy = [MaskJob(Following(), lambda: _burn_until(go_on)) for _ in range(8)]
-    later = MaskJob(Following(), lambda: None)
+    busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(8)]
+    later = MaskJob(GrammarState(), lambda: None)
     try:
         threads.run(busy, PATIENCE, seconds=3600)
         threads.run([later], PATIENCE, seconds=3600)
-        assert not later.has_begun
+        assert not later.has_started
     finally:
         go_on.set()
         threads.shutdown()

@@ -167,11 +167,11 @@ def test_a_token_that_the_grammar_forbids_is_an_error_and_compiles_nothing(
 ) -> None:
     spec = RegexGrammar("[0-9]{4}")
     start(table, 0, spec)
-    shared = table.ask(spec)
+    shared = table.request(spec)
     ends = table.advance([0], tokens("x"))
     assert "cannot follow its grammar" in (ends.reasons[0] or "")
     assert not ends.stalls
-    assert table.ask(spec) is shared
+    assert table.request(spec) is shared
 
 
 THINK = {"after": "</think>", "grammar_opening": "<think>"}

@@ -12,7 +12,7 @@ from engine.kernels.cpu.avx512 import has_pairs
 from engine.kernels.cpu.chosen_experts import ChosenExperts
 from engine.kernels.reference import swiglu
 from engine.kernels.registry import experts_kernel
-from engine.models.loading.decoder import AdapterRoom
+from engine.models.loading.decoder import AdapterCapacity
 from engine.shared.config import BUNDLED_MODEL
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
@@ -164,7 +164,7 @@ def test_models_are_as_exact_as_with_stock_operators(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"quantization": "int8"}, {"adapters": AdapterRoom(2, 4)}, {}]
+    "settings", [{"quantization": "int8"}, {"adapters": AdapterCapacity(2, 4)}, {}]
 )
 def test_rounded_and_adapted_experts_have_products_of_their_own(
     settings: dict[str, Any],

@@ -107,7 +107,7 @@ def types(
     config = ModelConfig(**settings)
     spec = read_spec(BUNDLED_MODEL)
     checkpoint = open_checkpoint(BUNDLED_MODEL, spec, config)
-    found = compute_types(spec, config, checkpoint, device=device, is_alone=is_alone)
+    found = compute_types(spec, config, checkpoint, device=device, in_one_process=is_alone)
     return found.activations, found.cache
 
 

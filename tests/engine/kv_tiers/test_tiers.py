@@ -87,10 +87,10 @@ def tiers_of(*stores: Store, peers: PlayedPeers | None = None) -> KvTiers:
 def fetched(tiers: KvTiers, *names: BlockName) -> Fetch:
     """Return the completed fetch of these blocks, up to the first missing one."""
 
-    def read_wanted(read: Callable[[BlockName], bool]) -> None:
+    def read_missing(read: Callable[[BlockName], bool]) -> None:
         all(read(name) for name in names)
 
-    fetch = Fetch(read_wanted, 0)
+    fetch = Fetch(read_missing, 0)
     tiers.fetch(fetch)
     until(lambda: fetch.settled, "the fetch is settled")
     return fetch
@@ -208,10 +208,10 @@ SOURCE = KvSource("ipc://x", 1)
 def pulling(tiers: KvTiers) -> Fetch:
     """Return the fetch of three blocks from another engine."""
 
-    def read_wanted(read: Callable[[BlockName], bool]) -> None:
+    def read_missing(read: Callable[[BlockName], bool]) -> None:
         all(read(name) for name in NAMES)
 
-    fetch = Fetch(read_wanted, 0)
+    fetch = Fetch(read_missing, 0)
     tiers.fetch(fetch, SOURCE)
     return fetch
 

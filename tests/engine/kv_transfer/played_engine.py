@@ -25,7 +25,7 @@ from engine.shared.config import (
 )
 from engine.shared.messages import (
     AdapterEntry,
-    AdapterSheet,
+    AdapterTable,
     AddRequest,
     EngineCounters,
     KvSource,
@@ -116,7 +116,7 @@ class PlayedEngine:
     def load_adapters(self, names: list[str]) -> list[str]:
         """Load adapters of the directory; return their versions."""
         entries = [AdapterEntry(serial, name, name) for serial, name in enumerate(names, 1)]
-        self.core.adapters.take(AdapterSheet(1, entries))
+        self.core.adapters.take(AdapterTable(1, entries))
         assert self.core.adapters.wait() == []
         return [self.core.adapters.versions()[name] for name in names]
 

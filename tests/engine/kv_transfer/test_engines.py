@@ -85,18 +85,18 @@ def test_tokens_are_the_same_with_and_without_blocks_of_another_engine(
 def test_requests_of_every_kind_are_answered_alike_while_some_are_preempted(
     options: dict[str, Any], checkpoint: SaveModel, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, every_kind()
+    directory, requests = checkpoint("llama").directory, every_kind()
     alone = start(directory, None, **options)
-    expected = {each.id: alone.outputs_of_all([each]) for each in asked}
+    expected = {each.id: alone.outputs_of_all([each]) for each in requests}
     prefill = start(directory, role="prefill", num_blocks=40, **options)
     decode = start(directory, role="decode", num_blocks=40, **options)
-    sources = [prefill.prefill(each) for each in asked]
+    sources = [prefill.prefill(each) for each in requests]
     outputs = decode.outputs_of_all(
-        [replace(each, kv_source=source) for each, source in zip(asked, sources, strict=True)]
+        [replace(each, kv_source=source) for each, source in zip(requests, sources, strict=True)]
     )
-    for each in asked:
+    for each in requests:
         answers = expected[each.id], [output for output in outputs if output.id == each.id]
-        told, found = (
+        first, found = (
             [
                 ([token for output in answer for token in output.token_ids]),
                 [entry for output in answer for entry in output.logprobs or []],
@@ -105,7 +105,7 @@ def test_requests_of_every_kind_are_answered_alike_while_some_are_preempted(
             ]
             for answer in answers
         )
-        assert told == found, each.sampling
+        assert first == found, each.sampling
     assert decode.counters.preemptions
     assert decode.counters.kv_transfer_hits > 100
 
@@ -158,10 +158,10 @@ def test_salts_and_adapters_are_told_apart(
 def test_blocks_of_a_model_that_is_cut_otherwise_are_not_read(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    expected = start(directory, None).answer(asked)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(message)
     cut, whole = start(directory, shards=2), start(directory)
-    assert whole.answer(asked, kv_source=cut.prefill(asked)) == expected
+    assert whole.answer(message, kv_source=cut.prefill(message)) == expected
     assert whole.counters.kv_transfer_hits == 0
     assert whole.counters.kv_transfer_failures == 1
 
@@ -169,12 +169,12 @@ def test_blocks_of_a_model_that_is_cut_otherwise_are_not_read(
 def test_another_process_in_its_place_offers_nothing_of_it(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    expected = start(directory, None).answer(asked)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(message)
     prefill, decode = start(directory), start(directory)
-    prefill.prefill(asked)
+    prefill.prefill(message)
     stale = KvSource(prefill.source.address, 999)
-    assert decode.answer(asked, kv_source=stale) == expected
+    assert decode.answer(message, kv_source=stale) == expected
     assert decode.counters.kv_transfer_failures == 1
     assert decode.counters.kv_transfer_bytes == 0
 
@@ -182,12 +182,12 @@ def test_another_process_in_its_place_offers_nothing_of_it(
 def test_blocks_of_another_model_or_cache_are_not_read(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    expected = start(directory, None).answer(asked)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(message)
     decode = start(directory)
     for other in (start(directory, kv_cache_dtype="fp8"), start(checkpoint("gemma3").directory)):
-        source = other.prefill(asked)
-        assert decode.answer(asked, kv_source=source) == expected
+        source = other.prefill(message)
+        assert decode.answer(message, kv_source=source) == expected
         decode.core._scheduler.reset_prefix_cache()
     assert decode.counters.kv_transfer_hits == 0
 
@@ -195,24 +195,24 @@ def test_blocks_of_another_model_or_cache_are_not_read(
 def test_a_dead_peer_costs_nothing_but_computing(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    expected = start(directory, None).answer(asked)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(message)
     prefill, decode = start(directory), start(directory)
-    source = prefill.prefill(asked)
+    source = prefill.prefill(message)
     prefill.close()
-    assert decode.answer(asked, kv_source=source) == expected
+    assert decode.answer(message, kv_source=source) == expected
     assert decode.counters.kv_transfer_failures == 1
 
 
 def test_what_had_no_room_is_computed_after_what_had(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
-    expected = start(directory, None).answer(asked)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    expected = start(directory, None).answer(message)
     decode = start(directory)
     small = {"kv_transfer_bytes": 4 * len(decode._executor.read_block(0))}
-    source = start(directory, tiers=small).prefill(asked)
-    assert decode.answer(asked, kv_source=source) == expected
+    source = start(directory, tiers=small).prefill(message)
+    assert decode.answer(message, kv_source=source) == expected
     assert decode.counters.kv_transfer_hits == 4 * 8
     assert decode.counters.kv_transfer_failures == 1
 
@@ -220,17 +220,17 @@ def test_what_had_no_room_is_computed_after_what_had(
 def test_blocks_are_pulled_through_encrypted_sockets_by_nobody_without_the_key(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
     keys = tmp_path / "key", tmp_path / "other"
     for key in keys:
         key.write_text(f"a secret of these tests: {key.name}")
-    ours, strange = (
+    allowed, strange = (
         ClusterConfig(coordinator="127.0.0.1:1", cluster_key_file=str(key)) for key in keys
     )
-    expected = start(directory, None).answer(asked)
-    prefill, decode = start(directory, cluster=ours), start(directory, cluster=ours)
+    expected = start(directory, None).answer(message)
+    prefill, decode = start(directory, cluster=allowed), start(directory, cluster=allowed)
     stranger = start(directory, cluster=strange)
-    source = prefill.prefill(asked)
+    source = prefill.prefill(message)
     assert source.address.startswith("tcp://127.0.0.1:")
     without_key = decode._context.socket(zmq.DEALER)
     without_key.connect(source.address)
@@ -241,27 +241,27 @@ def test_blocks_are_pulled_through_encrypted_sockets_by_nobody_without_the_key(
     host, port = source.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as nonsense:
         nonsense.sendall(bytes(range(256)))
-        assert stranger.answer(asked, kv_source=source) == expected
+        assert stranger.answer(message, kv_source=source) == expected
     assert stranger.counters.kv_transfer_hits == 0
     assert list(prefill.port._offers._once) == offered
     assert not without_key.poll(0)
     without_key.close(linger=0)
-    assert decode.answer(asked, kv_source=source) == expected
+    assert decode.answer(message, kv_source=source) == expected
     assert decode.counters.kv_transfer_hits == 88
 
 
 def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
     decode = start(directory)
     silent = decode._context.socket(zmq.ROUTER)
     silent.bind(f"ipc://{tmp_path}/silent")
     source = KvSource(f"ipc://{tmp_path}/silent", 1)
-    decode.core.handle(replace(asked, kv_source=source))
+    decode.core.handle(replace(message, kv_source=source))
     assert silent.poll(int(1000 * PATIENCE)), "it has asked"
     assert decode.core.has_requests
-    decode.core.handle(AbortRequests([asked.id]))
+    decode.core.handle(AbortRequests([message.id]))
     assert not decode.core.has_requests
     decode.core._scheduler.check_integrity()
     assert decode.core._scheduler.gauges().kv_usage == 0
@@ -274,13 +274,13 @@ def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
 def test_a_tier_has_what_a_dead_peer_has_not(
     shards: int, checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
-    directory, asked = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
+    directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
     tier = {"kv_disk_tier_dir": str(tmp_path / "tier")}
     decode = start(directory, tiers=tier, shards=shards)
-    expected = decode.answer(asked)
+    expected = decode.answer(message)
     until(lambda: len(list(tmp_path.rglob("*.kv"))) >= 11, "its blocks are stored")
     decode.core._scheduler.reset_prefix_cache()
     gone = KvSource(f"ipc://{tmp_path}/gone", 1)
-    assert decode.answer(asked, kv_source=gone) == expected
+    assert decode.answer(message, kv_source=gone) == expected
     assert decode.counters.kv_tier_hits == 88
     assert decode.counters.kv_transfer_failures == 1

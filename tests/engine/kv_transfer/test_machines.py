@@ -21,14 +21,14 @@ def pull_of(count: int, *, now: float = 0.0) -> Pull:
 
 def test_blocks_are_asked_for_ahead_and_in_their_order() -> None:
     pull = pull_of(10)
-    assert pull.ask(0.0) == NAMES[:4]
-    assert not pull.ask(0.0)
+    assert pull.next_names(0.0) == NAMES[:4]
+    assert not pull.next_names(0.0)
     for name in NAMES[:2]:
-        assert pull.came(name, is_good=True, now=1.0)
-    assert pull.ask(1.0) == NAMES[4:6]
+        assert pull.received(name, is_good=True, now=1.0)
+    assert pull.next_names(1.0) == NAMES[4:6]
     for name in NAMES[2:10]:
-        pull.ask(1.0)
-        assert pull.came(name, is_good=True, now=1.0)
+        pull.next_names(1.0)
+        assert pull.received(name, is_good=True, now=1.0)
     assert pull.is_complete
     assert pull.is_over
     assert not pull.is_given_up
@@ -36,7 +36,7 @@ def test_blocks_are_asked_for_ahead_and_in_their_order() -> None:
 
 def test_a_peer_that_says_nothing_is_given_up_and_one_that_was_not_asked_is_not() -> None:
     pull, waiting = pull_of(10), pull_of(10)
-    pull.ask(5.0)
+    pull.next_names(5.0)
     for each in (pull, waiting):
         each.tick(5.0 + PATIENCE)
     assert pull.is_given_up
@@ -157,9 +157,9 @@ class TwoEngines(RuleBasedStateMachine):
         self.got[self.num_pulls] = []
 
     @rule()
-    def ask(self) -> None:
+    def next_names(self) -> None:
         for number, (pull, _, incarnation) in self.pulls.items():
-            for name in pull.ask(self.now):
+            for name in pull.next_names(self.now):
                 self.questions.append((number, incarnation, name))
 
     @precondition(lambda self: self.answers)
@@ -169,7 +169,7 @@ class TwoEngines(RuleBasedStateMachine):
         if number not in self.pulls:
             return
         is_good = content is not None and checksum(pack(name), content) == digest
-        if self.pulls[number][0].came(name, is_good=is_good, now=self.now):
+        if self.pulls[number][0].received(name, is_good=is_good, now=self.now):
             assert content is not None
             self.got[number].append(content)
 
@@ -184,7 +184,7 @@ class TwoEngines(RuleBasedStateMachine):
     def what_has_come_is_a_true_beginning(self) -> None:
         for number, (pull, count, _) in self.pulls.items():
             expected = [self.true(name) for name in NAMES[:count]]
-            assert self.got[number] == expected[: pull.num_come]
+            assert self.got[number] == expected[: pull.num_received]
 
     @invariant()
     def memory_is_bounded_and_freed_in_time(self) -> None:
@@ -213,7 +213,7 @@ def test_without_trouble_everything_comes(count: int, window: int) -> None:
     pull = Pull(NAMES[:count], window=window, patience=PATIENCE, deadline=DEADLINE)
     link: deque[BlockName] = deque()
     while not pull.is_over:
-        link.extend(pull.ask(0.0))
-        assert pull.came(link.popleft(), is_good=True, now=0.0)
+        link.extend(pull.next_names(0.0))
+        assert pull.received(link.popleft(), is_good=True, now=0.0)
     assert pull.is_complete
     assert not link

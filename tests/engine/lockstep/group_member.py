@@ -32,11 +32,11 @@ class Member:
         """Execute an order; return the engine's state, and its rank if it has joined."""
         members = [GroupMember(rank, rank) for rank in ranks]
         group = self.grouping.ordered(FormGroup(topology, members, address))
-        place: list[int] = []
+        assignment: list[int] = []
         if group is not None:
             self.group: EngineGroup = group
-            place = [group.rank, group.size, group.topology]
-        return [self.reports[-1].state, self.reports[-1].address, place]
+            assignment = [group.rank, group.size, group.topology]
+        return [self.reports[-1].state, self.reports[-1].address, assignment]
 
     def rows(self, row: list[int]) -> list[list[int]]:
         return self.group.all_gather_rows(row).wait()
@@ -45,8 +45,8 @@ class Member:
         """Receive news of a newer group after a delay, like the receiver thread."""
         threading.Timer(seconds, self.connection.ordered, [topology]).start()
 
-    def lose(self) -> str:
-        self.grouping.lose(GroupBroken("lost"))
+    def leave_broken(self) -> str:
+        self.grouping.leave_broken(GroupBroken("lost"))
         return self.reports[-1].state
 
 

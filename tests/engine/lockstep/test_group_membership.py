@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.lockstep.group_membership import GroupMembership, Place
+from engine.lockstep.group_membership import GroupAssignment, GroupMembership
 from engine.shared.messages import FormGroup, GroupMember, GroupStatus
 
 ME, PEER, STRANGER = GroupMember(1, 11), GroupMember(0, 10), GroupMember(1, 12)
@@ -24,11 +24,11 @@ def join(membership: GroupMembership, topology: int = 1) -> None:
 
 def test_a_group_is_prepared_for_then_joined(membership: GroupMembership) -> None:
     assert membership.status == GroupStatus("apart", 0, HERE)
-    assert membership.ordered(FormGroup(1, [PEER, ME])) == Place(1, 1, 2)
+    assert membership.ordered(FormGroup(1, [PEER, ME])) == GroupAssignment(1, 1, 2)
     assert membership.status == GroupStatus("preparing", 1, HERE)
     membership.prepared(HERE)
     assert membership.status == GroupStatus("prepared", 1, HERE)
-    assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) == Place(1, 1, 2, THERE)
+    assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) == GroupAssignment(1, 1, 2, THERE)
     membership.joined()
     assert membership.status == GroupStatus("joined", 1, HERE, [PEER, ME])
     assert membership.status.state == "joined"
@@ -49,14 +49,14 @@ def test_repeated_and_older_orders_change_nothing(membership: GroupMembership) -
 def test_an_order_with_an_address_that_comes_too_early_is_prepared_for_first(
     membership: GroupMembership,
 ) -> None:
-    assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) == Place(1, 1, 2)
+    assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) == GroupAssignment(1, 1, 2)
     assert membership.status.state == "preparing"
     assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) is None, "it is not prepared yet"
 
 
 def test_a_newer_order_ends_a_group(membership: GroupMembership) -> None:
     join(membership)
-    assert membership.ordered(FormGroup(3, [ME])) == Place(3, 0, 1)
+    assert membership.ordered(FormGroup(3, [ME])) == GroupAssignment(3, 0, 1)
     assert membership.status.state != "joined"
 
 
@@ -74,4 +74,4 @@ def test_a_lost_group_is_told_with_its_number(membership: GroupMembership) -> No
     membership.lost()
     assert membership.status == GroupStatus("apart", 4, HERE)
     assert membership.ordered(FormGroup(4, [PEER, ME], THERE)) is None, "it is over"
-    assert membership.ordered(FormGroup(5, [PEER, ME])) == Place(5, 1, 2)
+    assert membership.ordered(FormGroup(5, [PEER, ME])) == GroupAssignment(5, 1, 2)

@@ -24,8 +24,8 @@ def form(engines: list[Process], topology: int, ranks: list[int]) -> None:
     for rank in ranks:
         engines[rank].tell("ordered", topology, ranks, prepared[0][1])
     for position, rank in enumerate(ranks):
-        state, _, place = engines[rank].result()
-        assert (state, place) == ("joined", [position, len(ranks), topology])
+        state, _, assignment = engines[rank].result()
+        assert (state, assignment) == ("joined", [position, len(ranks), topology])
 
 
 def test_engines_meet_as_they_are_ordered_and_a_newer_order_frees_whoever_waits(

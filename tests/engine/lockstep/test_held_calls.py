@@ -2,7 +2,7 @@
 
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
-from engine.lockstep.held_calls import HeldCalls
+from engine.lockstep.deferred_calls import DeferredCalls
 from engine.lockstep.wave import EngineWave, Gather, Park, Phase
 from engine.scheduler.admission import RankState
 from engine.shared.config import CacheConfig, EngineConfig, ExecutorConfig
@@ -22,7 +22,7 @@ class Rank:
         self.wave = EngineWave(rank=rank, incarnation=rank + 10)
         self.core = EngineCore(CONFIG, executor, rank=rank, incarnation=rank + 10, clock=self.wave)
         self.core.front_end_joined(0, 1)
-        self.calls = HeldCalls(self.core, self.wave)
+        self.calls = DeferredCalls(self.core, self.wave)
         self.has_work = False
 
     def ask(self, name: str) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import PendingResult
-from engine.core.ending import Ending
 from engine.core.engine_core import EngineCore
 from engine.core.events import InboxItem, Stop
 from engine.core.front_ends import CoreStep
+from engine.core.shutdown import Shutdown
 from engine.core.watchdog import StepWatch
 from engine.distributed.engines import EngineGroup
 from engine.distributed.group import PendingRows
@@ -123,7 +123,7 @@ class JoinedExecutor(CheckedExecutor):
 
     def __init__(self, settings: EngineConfig, rank: int) -> None:
         super().__init__(settings)
-        self.thread = StepThread(torch.device("cpu"), own=settings.scheduler.steps_overlap)
+        self.thread = StepThread(torch.device("cpu"), own_thread=settings.scheduler.steps_overlap)
         self._rank = rank
         self._formation = Formation()
         self._number = 0
@@ -143,7 +143,7 @@ class JoinedExecutor(CheckedExecutor):
         return super().submit(plan).result()
 
 
-class Places:
+class Assignments:
     """Joins every ordered formation; replaces `Grouping`."""
 
     def __init__(self, rank: int, executor: JoinedExecutor, formations: list[Formation]) -> None:
@@ -161,7 +161,7 @@ class Places:
         self._executor.join(formation)
         return cast("EngineGroup", Group(formation, self._rank, order.topology))
 
-    def lose(self, error: GroupBroken) -> None:
+    def leave_broken(self, error: GroupBroken) -> None:
         pass
 
 
@@ -186,16 +186,16 @@ class Engine:
         )
         self.core.front_end_joined(0, 1)
         self._cluster = cluster
-        places = Places(rank, self.executor, cluster.formations)
+        assignments = Assignments(rank, self.executor, cluster.formations)
         self.loop = LockstepLoop(
             self.core,
             self.wave,
-            cast("Grouping", places),
-            Ending(self.core, 1.0),
+            cast("Grouping", assignments),
+            Shutdown(self.core, 1.0),
             self.inbox,
             self,
             StepWatch(60.0),
-            on_turn=lambda: None,
+            on_iteration=lambda: None,
             on_drain=lambda: None,
             on_wave=lambda wave: None,
             on_joined=lambda: None,
@@ -222,7 +222,7 @@ class Engine:
             self.failure = error
         self.loop.end()
 
-    def say(self, step: CoreStep) -> None:
+    def send_step(self, step: CoreStep) -> None:
         for output in step.outputs.get(0, []):
             self.tokens.setdefault(output.id, []).extend(output.token_ids)
             if output.finish_reason is not None:
@@ -238,7 +238,7 @@ class Engine:
             for engine in self._cluster.engines:
                 engine.inbox.put(order)
 
-    def last_words(self, words: EngineDead) -> None:
+    def send_failure(self, words: EngineDead) -> None:
         raise AssertionError(words)
 
 
@@ -356,7 +356,9 @@ def test_a_dummy_batch_is_a_step_of_all_engines() -> None:
 def test_tokens_are_the_same_whatever_happens_to_the_group(
     overlap: bool, policy: str, whole: bool
 ) -> None:
-    told = served(0, overlap=False, policy=policy, disturbed=False)
-    assert sum(map(len, told.values())) == sum(request(id).sampling.max_tokens for id in told)
+    expected = served(0, overlap=False, policy=policy, disturbed=False)
+    assert sum(map(len, expected.values())) == sum(
+        request(id).sampling.max_tokens for id in expected
+    )
     for seed in range(6):
-        assert served(seed, overlap=overlap, policy=policy, disturbed=True, whole=whole) == told
+        assert served(seed, overlap=overlap, policy=policy, disturbed=True, whole=whole) == expected

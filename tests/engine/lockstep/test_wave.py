@@ -219,7 +219,7 @@ def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() ->
     wave = running(rank=1)
     wave.group_lost()
     assert wave.next_action(True, BUSY) == Park()
-    wave.regroup(topology=2, leads=True, gather_interval=4)
+    wave.regroup(topology=2, is_leader=True, gather_interval=4)
     row = asked(wave, has_work=True)
     assert (row.topology, row.tag, row.step) == (2, 0, 0)
     gather(wave, has_work=True)
@@ -232,12 +232,12 @@ def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() ->
 
 
 def test_who_leads_reports_the_end_of_waves() -> None:
-    for rank, leads in ((0, False), (2, True)):
+    for rank, is_leader in ((0, False), (2, True)):
         wave = EngineWave(rank=rank, incarnation=7, phase=Phase.APART)
-        wave.regroup(1, leads=leads)
+        wave.regroup(1, is_leader=is_leader)
         gather(wave)
         ends = [report for report in wave.take_reports() if isinstance(report, WaveComplete)]
-        assert [report.rank for report in ends] == ([rank] if leads else [])
+        assert [report.rank for report in ends] == ([rank] if is_leader else [])
 
 
 # -- steps that overlap ----------------------------------------------------------------------------

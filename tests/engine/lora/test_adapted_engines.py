@@ -23,7 +23,7 @@ from engine.shared.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.shared.messages import AdapterEntry, AdapterSheet, AddRequest, RegexGrammar
+from engine.shared.messages import AdapterEntry, AdapterTable, AddRequest, RegexGrammar
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.executor.test_images import show, text
@@ -173,7 +173,7 @@ class Served:
         self.core.front_end_joined(0, 1)
         names = sorted(path.name for path in root.iterdir())
         entries = [AdapterEntry(serial, name, name) for serial, name in enumerate(names, 1)]
-        self.core.adapters.take(AdapterSheet(1, entries))
+        self.core.adapters.take(AdapterTable(1, entries))
         assert self.core.adapters.wait() == []
         self.versions = ["", *self.core.adapters.versions().values()]
 
@@ -263,8 +263,8 @@ def test_all_ways_through_an_engine_keep_the_adapter(
 def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
     engine = serve()
     grammar = RegexGrammar("(ab|cd){3}")
-    asked = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
-    found = engine.answer([replace(asked, adapter=engine.versions[1]), replace(asked, id=2)])
+    message = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
+    found = engine.answer([replace(message, adapter=engine.versions[1]), replace(message, id=2)])
     assert all(1 < len(tokens) < 30 for tokens in found.values())
 
 
@@ -274,12 +274,12 @@ def test_prompts_with_images_have_adapters_in_several_processes(
 ) -> None:
     model, adapter = checkpoint(name), trained(name, target_modules=TEXT_OF_SEEING_MODELS)
     lora = LoraConfig(enable_lora=True, lora_dir=str(adapter.directory.parent))
-    asked = show(1, text(5), 1, text(9), name=name)
+    message = show(1, text(5), 1, text(9), name=name)
     answers = []
     for shards in (1, 2):
         engine = PlayedEngine(model.directory, None, incarnation=1, shards=shards, lora=lora)
         [version] = engine.load_adapters([adapter.directory.name])
-        answers.append([engine.answer(replace(asked, adapter=each)) for each in ("", version)])
+        answers.append([engine.answer(replace(message, adapter=each)) for each in ("", version)])
         engine.close()
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][1]

@@ -14,14 +14,14 @@ from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.hf_config import read_spec
-from engine.models.loading.decoder import AdapterRoom
+from engine.models.loading.decoder import AdapterCapacity
 from engine.shared.config import BUNDLED_MODEL, ModelConfig
 from engine.shared.model_files import model_directory
 from tests.engine.images import encoder_input
 from tests.engine.lora.adapters import TEXT_OF_SEEING_MODELS, exact, train
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint
 
-ROOM = AdapterRoom(3, 8)
+ROOM = AdapterCapacity(3, 8)
 TOLERANCE = 5e-4
 """Of logits of up to 10 in single precision: processors add up in different orders."""
 

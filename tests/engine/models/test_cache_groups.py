@@ -29,7 +29,7 @@ def test_groups_of_published_models(
 ) -> None:
     found = divide(windows, longest)
     assert list(found.windows) == groups
-    assert 1 + max(found.places(len(windows))) == layers_of_block
+    assert 1 + max(found.tensor_indices(len(windows))) == layers_of_block
 
 
 @given(
@@ -46,7 +46,7 @@ def test_each_layer_has_a_place_of_its_own_in_a_group_of_its_kind(
         return
     groups = [found.group_of(layer) for layer in range(len(windows))]
     assert [found.windows[group] for group in groups] == windows
-    assert len(set(zip(groups, found.places(len(windows)), strict=True))) == len(windows)
+    assert len(set(zip(groups, found.tensor_indices(len(windows)), strict=True))) == len(windows)
     assert sorted(set(groups)) == list(range(len(found.windows)))
 
 
@@ -55,11 +55,11 @@ def test_stages_keep_the_groups_of_the_whole_model() -> None:
     assert found.windows == (512,) * 5 + (None,)
     first = CacheGroups(found.windows, found.of_layers[:6])
     assert [first.windows[first.group_of(layer)] for layer in range(6)] == gemma3(6, 512)
-    assert first.places(6) == [0] * 6
+    assert first.tensor_indices(6) == [0] * 6
 
 
 def test_mixed_layers_in_one_group_slide_only_if_all_do_alike() -> None:
     assert one_group([7, 7]).windows == (7,)
     assert one_group([7, None]).windows == (None,)
     assert one_group([7, 8]).windows == (None,)
-    assert one_group([None]).places(1) == [0]
+    assert one_group([None]).tensor_indices(1) == [0]

@@ -81,14 +81,14 @@ def test_a_rank_that_only_has_room_for_what_it_has_swaps() -> None:
 
 def balance(**changes: int) -> ExpertBalance:
     made = ExpertBalance(2, 4, changes.get("redundant", 0), changes.get("interval", 2), CPU)
-    made.form(changes.get("size", 2))
+    made.reset(changes.get("size", 2))
     return made
 
 
 def told(ranks: list[ExpertBalance]) -> None:
     rows = [each.row() for each in ranks]
     for each in ranks:
-        each.take(rows)
+        each.update(rows)
 
 
 def test_what_ranks_measure_makes_all_of_them_change_one_layer_a_step() -> None:
@@ -121,11 +121,11 @@ def test_a_new_group_begins_with_nothing_known() -> None:
     one.count_computed(0, 5)
     told([one, one])
     assert one.imbalance == 1.0
-    one.form(3)
+    one.reset(3)
     assert one.imbalance is None
     assert one.num_copies == 7
     assert one.next_layer() is None
     assert not any(one.row())
-    one.form(1)
+    one.reset(1)
     assert one.num_copies == 4, "one rank has no use for two of the same"
     assert not one.is_due(), "and nothing to balance"

@@ -81,7 +81,7 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Fallbacks:
 def load_driver(directory: Path, kept: KvCacheDtype = "auto", **settings: Any) -> Driver:
     settings = {"dtype": "float32", **settings}
     config = ModelConfig(model=str(directory), **settings)
-    loaded = load_fallback(directory, config, CPU, kept=kept)
+    loaded = load_fallback(directory, config, CPU, kv_cache_dtype=kept)
     return Driver(
         ModelRunner(
             loaded.model,

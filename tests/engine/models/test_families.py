@@ -14,8 +14,8 @@ from engine.models.families.registry import FAMILIES
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
-from engine.models.loading.decoder import AdapterRoom
-from engine.models.parallel.tensors import Cut
+from engine.models.loading.decoder import AdapterCapacity
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import ModelSpec, RopeSpec, TemperatureSpec, UnsupportedModel
 from engine.models.weights import Source, rotated_order
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -232,7 +232,7 @@ def test_multipliers_have_to_be_numbers() -> None:
 
 def test_norms_over_all_heads_are_not_cut() -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor-parallel-size.*Olmo2ForCausalLM"):
-        Cut(spec("Olmo2ForCausalLM"), 0, 2)
+        TensorSharding(spec("Olmo2ForCausalLM"), 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -372,4 +372,4 @@ def test_adapters_of_latent_attention_are_refused_at_the_start(
     checkpoint: SaveModel, driver: LoadDriver
 ) -> None:
     with pytest.raises(UnsupportedModel, match=r"--enable-lora: DeepseekV3ForCausalLM"):
-        driver(checkpoint("deepseek3").directory, adapters=AdapterRoom(1, 8))
+        driver(checkpoint("deepseek3").directory, adapters=AdapterCapacity(1, 8))

@@ -166,8 +166,8 @@ def test_keys_that_nothing_reads_are_named_once(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         spec("Qwen3ForCausalLM", given)
         spec("Qwen3ForCausalLM", given)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "not read for Qwen3ForCausalLM: a_second, hyper_gate;" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "not read for Qwen3ForCausalLM: a_second, hyper_gate;" in message
 
 
 @pytest.mark.parametrize("architecture", _PUBLISHED)

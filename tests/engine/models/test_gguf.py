@@ -288,8 +288,8 @@ def test_keys_of_a_file_that_nothing_reads_are_named(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         _spec_of(checkpoint, tmp_path, {"llama.attention.scale": 0.5, "llama.vocab_size": 256})
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "not read for LlamaForCausalLM: llama.attention.scale;" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "not read for LlamaForCausalLM: llama.attention.scale;" in message
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def test_a_range_of_widths_is_alike_if_each_of_them_is(alike: list[int]) -> None
     all_widths = np.arange(FINE_STEP, 3 * TILE, FINE_STEP)
     each = widths.are_alike(all_widths)
     for first, fewest in enumerate(all_widths):
-        most = all_widths[first:]
+        tail = all_widths[first:]
         expected = np.logical_and.accumulate(each[first:])
-        found = widths.same_order_between(np.full_like(most, fewest), most)
+        found = widths.same_order_between(np.full_like(tail, fewest), tail)
         assert (found == expected).all()

@@ -14,7 +14,7 @@ from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import read_spec
 from engine.models.moe import Expert
-from engine.models.parallel.tensors import Cut
+from engine.models.parallel.tensors import TensorSharding
 from engine.models.products.int8 import Int8Linear, Int8WeightLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
 from engine.models.spec import UnsupportedModel
@@ -128,7 +128,7 @@ def test_other_families_do_not_take_the_format(checkpoint: SaveModel, tmp_path: 
 
 def test_more_parts_than_blocks_are_refused_at_the_start(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("gpt-oss-mxfp4").directory)  # 96 inner outputs: three blocks
-    widths = [Cut(spec, rank, 2).spec.moe for rank in range(2)]
+    widths = [TensorSharding(spec, rank, 2).spec.moe for rank in range(2)]
     assert [moe.intermediate_size for moe in widths if moe is not None] == [32, 64]
     with pytest.raises(UnsupportedModel, match=r"tensor-parallel-size 4.*blocks of 32"):
-        Cut(spec, 0, 4)
+        TensorSharding(spec, 0, 4)

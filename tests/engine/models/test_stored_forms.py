@@ -17,11 +17,11 @@ def test_weights_are_only_rounded(name: str, checkpoint: SaveModel, tmp_path: Pa
     settings, write = SCHEMES[name]
     write_checkpoint(source, tmp_path, settings, write)
     stored = SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
-    most = 0.12 if "4" in name or name == "awq" else 0.04
+    tolerance = 0.12 if "4" in name or name == "awq" else 0.04
     weights = load_file(source / "model.safetensors")
     projections = [tensor_name for tensor_name in weights if "_proj" in tensor_name]
     assert projections
     for tensor_name in projections:
         expected = weights[tensor_name].float()
         error = (stored.tensor(tensor_name).float() - expected).norm() / expected.norm()
-        assert 0 < error < most
+        assert 0 < error < tolerance

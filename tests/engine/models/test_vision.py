@@ -166,7 +166,7 @@ def test_qwen2_vl_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -
     vision = found.vision
     assert isinstance(vision, QwenVisionSpec)
     assert (vision.hidden_size, vision.intermediate_size) == (1280, 5120)
-    assert (vision.activation, vision.whole_layers) == ("quick_gelu", tuple(range(32)))
+    assert (vision.activation, vision.full_attention_layers) == ("quick_gelu", tuple(range(32)))
     assert vision.num_tokens(756, 1008) == 972
     other = {**QWEN2_2B["vision_config"], "hidden_size": 1280}
     with pytest.raises(UnsupportedModel, match="json: hidden_size 1280 of vision_config is not"):
@@ -225,7 +225,7 @@ def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) ->
     vision = parse_spec(GEMMA3_4B, {}).vision
     assert not caplog.records
     assert isinstance(vision, SiglipSpec)
-    assert (vision.token_id, vision.scale_factor, vision.sees_all) == (262144, 4, True)
+    assert (vision.token_id, vision.scale_factor, vision.is_bidirectional) == (262144, 4, True)
     assert (vision.max_tokens, vision.num_tokens(896, 896)) == (256, 256)
     with pytest.raises(UnsupportedModel, match="mm_tokens_per_image 250 does not match images"):
         parse_spec({**GEMMA3_4B, "mm_tokens_per_image": 250}, {})

@@ -12,7 +12,7 @@ import pytest
 
 from engine.executor import worker_process
 from engine.models.spec import UnsupportedModel
-from engine.process.early_stop import ASK_AGAIN_SECONDS, EarlyStop
+from engine.process.early_stop import RETRY_SECONDS, EarlyStop
 from engine.process.main import build_executor
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import Lifeline
@@ -21,16 +21,16 @@ from tests.support.waiting import PATIENCE
 
 def test_a_stop_ends_what_is_running() -> None:
     with pytest.raises(SystemExit):
-        EarlyStop().ask()
+        EarlyStop().request()
 
 
 def test_a_stop_waits_for_what_holds_it() -> None:
     early_stop, passed = EarlyStop(), []
 
     def start() -> None:
-        with early_stop.held():
-            with early_stop.held():
-                early_stop.ask()
+        with early_stop.deferred():
+            with early_stop.deferred():
+                early_stop.request()
                 passed.append("inner")
             passed.append("outer")
         passed.append("after")
@@ -42,9 +42,9 @@ def test_a_stop_waits_for_what_holds_it() -> None:
 
 def test_a_hold_without_a_stop_changes_nothing() -> None:
     early_stop = EarlyStop()
-    with early_stop.held():
+    with early_stop.deferred():
         pass
-    with pytest.raises(KeyError), early_stop.held():
+    with pytest.raises(KeyError), early_stop.deferred():
         raise KeyError
 
 
@@ -95,15 +95,15 @@ class Late(main.EarlyStop):
     def asked_again(self):
         self.times_asked_again += 1
         if self.times_asked_again == 1:
-            self.ask()
+            self.request()
 
-    def has_left(self):
+    def startup_over(self):
         self.asked_again()
-        super().has_left()
+        super().startup_over()
 
-    def held(self):
+    def deferred(self):
         self.asked_again()
-        return super().held()
+        return super().deferred()
 
 main.EarlyStop = Late
 main.wait_for_rank = lambda *_: signal.raise_signal(signal.SIGTERM)
@@ -126,15 +126,15 @@ def test_who_has_left_is_not_asked_again() -> None:
     again: list[float] = []
     early_stop = EarlyStop(again.append)
     with pytest.raises(SystemExit):
-        early_stop.ask()
-    early_stop.has_left()
-    early_stop.ask()
-    assert again == [ASK_AGAIN_SECONDS, 0]
+        early_stop.request()
+    early_stop.startup_over()
+    early_stop.request()
+    assert again == [RETRY_SECONDS, 0]
 
 
 @contextmanager
 def sigterm_asks(early_stop: EarlyStop) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda *_: early_stop.ask())
+    before = signal.signal(signal.SIGTERM, lambda *_: early_stop.request())
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Which front ends an engine greets, and when all of them route to it."""
 
-from engine.process.reception import ASK_INTERVAL, FrontEndLinks, Greet
+from engine.process.reception import CONFIRMATION_INTERVAL, FrontEndLinks, SendHello
 from engine.shared.messages import FrontEndAddresses, FrontEndEntry, RouteHello, RouteTaken
 
 GRACE, INTERVAL = 5.0, 1.0
@@ -18,7 +18,7 @@ def entries(*indices: int) -> list[FrontEndEntry]:
 
 
 def greeted(links: FrontEndLinks, now: float) -> dict[int, RouteHello]:
-    return dict(each for each in links.tick(RANK, now) if isinstance(each, Greet))
+    return dict(each for each in links.tick(RANK, now) if isinstance(each, SendHello))
 
 
 def test_an_engine_that_does_not_serve_yet_greets_and_asks_nothing() -> None:
@@ -35,16 +35,16 @@ def test_an_engine_that_does_not_serve_yet_greets_and_asks_nothing() -> None:
 def test_front_ends_are_asked_often_until_each_has_answered() -> None:
     links = lines_to(0, 1)
     links.serve(10.0)
-    assert all(hello.asks for hello in greeted(links, 10.0).values())
-    assert links.wait == ASK_INTERVAL
+    assert all(hello.wants_reply for hello in greeted(links, 10.0).values())
+    assert links.wait == CONFIRMATION_INTERVAL
     links.answered(RouteTaken(session=1))
     assert links.take_unconfirmed(10.01) is None
-    assert all(hello.asks for hello in greeted(links, 10.0 + ASK_INTERVAL).values())
+    assert all(hello.wants_reply for hello in greeted(links, 10.0 + CONFIRMATION_INTERVAL).values())
     links.answered(RouteTaken(session=2))
     assert links.take_unconfirmed(10.03) == []
     assert links.take_unconfirmed(10.04) is None, "it is said once"
     assert links.wait == INTERVAL
-    assert not any(hello.asks for hello in greeted(links, 12.0).values())
+    assert not any(hello.wants_reply for hello in greeted(links, 12.0).values())
 
 
 def test_an_engine_without_front_ends_waits_for_none() -> None:
@@ -70,7 +70,7 @@ def test_a_front_end_that_left_is_not_waited_for_but_its_successor_is() -> None:
     links.serve(20.0)
     successor = FrontEndEntry(0, 200, FrontEndAddresses("requests", "outputs"))
     *_, hello = links.update(RANK, 1, [successor], 20.01)
-    assert hello == Greet(0, RouteHello(RANK, INCARNATION, 3, asks=True))
+    assert hello == SendHello(0, RouteHello(RANK, INCARNATION, 3, wants_reply=True))
     assert links.take_unconfirmed(20.02) is None, "the answer was that of its predecessor"
     links.answered(RouteTaken(session=3))
     assert links.take_unconfirmed(20.03) == []

@@ -106,13 +106,13 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: World) -> None:
     world.welcome([world.front_end])
-    world.receiver.tell(Serve(SETUP))
+    world.receiver.submit(Serve(SETUP))
     world.until_ready_is_told()
     asked, session = 0, 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
         sender, greeting = world.receive(world.requests, RouteHello)
         assert isinstance(greeting, RouteHello)
-        asked, session = asked + greeting.asks, greeting.session
+        asked, session = asked + greeting.wants_reply, greeting.session
     assert not world.routed.is_set()
     world.requests.send_multipart([sender, encode(RouteTaken(session))])
     assert world.routed.wait(GUARD)
@@ -121,5 +121,5 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
 def test_an_engine_without_front_ends_can_be_counted_on_at_once(world: World) -> None:
     world.welcome([])
     assert not world.routed.is_set()
-    world.receiver.tell(Serve(SETUP))
+    world.receiver.submit(Serve(SETUP))
     assert world.routed.wait(GUARD)

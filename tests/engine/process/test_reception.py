@@ -15,22 +15,24 @@ from engine.process.reception import (
     Event,
     Follow,
     FrontEndLinks,
-    Greet,
-    HaveAdapters,
     Leave,
     Reception,
     Register,
+    SendHello,
     Serve,
-    StandInGroup,
+    SetAdapters,
+    SetGroupStatus,
+    StartDrain,
     Supersede,
     Tick,
-    WantNothingNew,
 )
 from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
 from engine.shared.messages import (
     AbortRequests,
     AdapterEntry,
-    AdapterSheet,
+    AdapterLoadResult,
+    AdapterTable,
+    ApplyAdapterTable,
     Draining,
     EngineSetup,
     FormGroup,
@@ -40,9 +42,7 @@ from engine.shared.messages import (
     Goodbye,
     GroupStatus,
     HeartbeatAck,
-    HeldAdapter,
     Hello,
-    HoldAdapters,
     Ready,
     Refused,
     RouteHello,
@@ -102,7 +102,7 @@ def test_a_welcomed_engine_follows_the_coordinator_and_connects_before_it_greets
         Deliver(Welcomed(RANK, 5)),
         Connect(entry(0)),
         Deliver(FrontEndJoined(0, 100)),
-        Greet(0, RouteHello(RANK, INCARNATION, 1)),
+        SendHello(0, RouteHello(RANK, INCARNATION, 1)),
     ]
     assert reception.rank == RANK
 
@@ -156,11 +156,11 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
     (register, *_) = joined.handle(Serve(SETUP), 0.6)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, None))
     status = GroupStatus("apart", 0, "here")
-    (register, *_) = joined.handle(StandInGroup(status), 0.61)
+    (register, *_) = joined.handle(SetGroupStatus(status), 0.61)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, status))
-    register, *others = joined.handle(WantNothingNew(), 0.62)
+    register, *others = joined.handle(StartDrain(), 0.62)
     assert register == Register(Draining("engine", RANK, INCARNATION, status))
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True, drains=True)) in others
+    assert SendHello(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True, drains=True)) in others
     assert joined.handle(Leave(), 0.63) == [
         Register(Goodbye("engine", RANK, INCARNATION)),
         Close(),
@@ -169,7 +169,7 @@ def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
 
 def test_an_engine_is_announced_once_its_front_ends_route_to_it(joined: Reception) -> None:
     asking = joined.handle(Serve(SETUP), 1.0)
-    assert Greet(0, RouteHello(RANK, INCARNATION, 1, asks=True)) in asking
+    assert SendHello(0, RouteHello(RANK, INCARNATION, 1, wants_reply=True)) in asking
     assert joined.handle(RouteTaken(session=1), 1.01) == [Announce([])]
     assert Announce([]) not in joined.handle(Tick(), 1.1), "it is said once"
 
@@ -205,20 +205,23 @@ def test_what_nobody_knows_ends_nothing(
 # -- adapters -------------------------------------------------------------------------------------
 
 
-def sheet(revision: int) -> AdapterSheet:
-    return AdapterSheet(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
+def adapter_table(revision: int) -> AdapterTable:
+    return AdapterTable(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
 
 
 def test_an_engine_that_starts_knows_the_newest_sheet_of_adapters() -> None:
     reception = new_reception()
-    reception.handle(replace(welcome(), adapters=sheet(3)), 0.0)
-    assert reception.sheet == sheet(3)
-    newer = HoldAdapters(EPOCH, sheet(5))
+    reception.handle(replace(welcome(), adapters=adapter_table(3)), 0.0)
+    assert reception.adapter_table == adapter_table(3)
+    newer = ApplyAdapterTable(EPOCH, adapter_table(5))
     assert Deliver(newer) in reception.handle(newer, 1.0)
-    for order in (HoldAdapters(EPOCH, sheet(4)), HoldAdapters(EPOCH + 1, sheet(9))):
+    for order in (
+        ApplyAdapterTable(EPOCH, adapter_table(4)),
+        ApplyAdapterTable(EPOCH + 1, adapter_table(9)),
+    ):
         reception.handle(order, 2.0)
-    assert reception.sheet == sheet(5)
-    other = HoldAdapters(EPOCH, sheet(7), group="other")
+    assert reception.adapter_table == adapter_table(5)
+    other = ApplyAdapterTable(EPOCH, adapter_table(7), group="other")
     assert reception.handle(other, 3.0) == []
 
 
@@ -226,13 +229,13 @@ def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_aga
     reception = new_reception()
     reception.handle(welcome(), 0.0)
     reception.handle(Serve(SETUP), 0.1)
-    held = [HeldAdapter(1, "v1")]
-    told = reception.handle(HaveAdapters(sheet(3), held), 0.2)
-    (register,) = (each.message for each in told if isinstance(each, Register))
+    held = [AdapterLoadResult(1, "v1")]
+    actions = reception.handle(SetAdapters(adapter_table(3), held), 0.2)
+    (register,) = (each.message for each in actions if isinstance(each, Register))
     assert isinstance(register, Ready)
     assert register.adapters == held
     forgotten = reception.handle(HeartbeatAck(EPOCH + 1, known=False), 1.0)
     hellos = [each.message for each in forgotten if isinstance(each, Register)]
-    assert [each.adapters for each in hellos if isinstance(each, Hello)] == [sheet(3)]
-    again = reception.handle(replace(welcome(epoch=EPOCH + 1), adapters=sheet(6)), 1.1)
-    assert Deliver(HoldAdapters(EPOCH + 1, sheet(6))) in again
+    assert [each.adapters for each in hellos if isinstance(each, Hello)] == [adapter_table(3)]
+    again = reception.handle(replace(welcome(epoch=EPOCH + 1), adapters=adapter_table(6)), 1.1)
+    assert Deliver(ApplyAdapterTable(EPOCH + 1, adapter_table(6))) in again

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.runner.compiled_draws import drawing_for
-from engine.runner.filters import DrawFiltered, Filters, draw_filtered, smallest_kept
+from engine.runner.filters import DrawFiltered, Filters, cutoff, draw_filtered
 from engine.runner.slots import FloatArray, IntArray
 
 VOCAB = 1000
@@ -120,7 +120,7 @@ def test_flat_nucleus_wider_than_the_candidates_is_exact(
     monkeypatch.setattr("engine.runner.filters._CANDIDATES", candidates)
     probabilities = torch.softmax(normal(3, VOCAB) * 0.03, dim=-1)
     top_p, top_k = np.array([0.8, 0.5, 0.9]), np.array([0, 700, 0])
-    cut = smallest_kept(probabilities, Filters(top_k, top_p, np.array([0.0, 0.0, 0.5])))
+    cut = cutoff(probabilities, Filters(top_k, top_p, np.array([0.0, 0.0, 0.5])))
     for row in range(3):
         ordered = np.sort(probabilities[row].double().numpy())[::-1]
         total = ordered[: top_k[row] or VOCAB].sum()

@@ -27,7 +27,7 @@ def test_answers_are_batch_invariant(name: str, checkpoint: SaveModel) -> None:
     )
     assert stats.counters.prefix_cache_hits > 0
     assert stats.counters.preemptions > 0
-    one_by_one = [replace(sent, alone=1000) for sent in requests[::3]]
+    one_by_one = [replace(sent, exclusive_steps=1000) for sent in requests[::3]]
     alone, stats = serve(
         directory, one_by_one, dtype="bfloat16", batch_invariant=True, enable_prefix_caching=False
     )

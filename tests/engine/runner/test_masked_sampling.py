@@ -184,7 +184,7 @@ def generate(
         core = EngineCore(config, executor, rank=0, incarnation=1)
         core.front_end_joined(0, 1)
         assert executor.grammars is not None
-        executor.grammars.ask(spec).wait()
+        executor.grammars.request(spec).wait()
         for id in range(6):
             sampling = SamplingParams(max_tokens=20, seed=9 - id, grammar=spec if id < 5 else None)
             core.handle(AddRequest(id, "r", 0, 0, [40, 50, 60 + id], sampling))

@@ -85,8 +85,10 @@ def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
 
 
 def test_its_logits_are_those_of_the_formula(mtp: MtpReference, proposals: Proposals) -> None:
-    asked = [request(1, SOME_TEXT, temperature=0.0)]
-    serve(mtp.directory, asked, dtype="float32", speculative_method="mtp", num_speculative_tokens=1)
+    requests = [request(1, SOME_TEXT, temperature=0.0)]
+    serve(
+        mtp.directory, requests, dtype="float32", speculative_method="mtp", num_speculative_tokens=1
+    )
     assert len(proposals.logits) == len(proposals.made) > 30
     for (after, _), logits in zip(proposals.made, proposals.logits, strict=True):
         assert (logits[0] - mtp.drafts(after, 1)[1]).abs().max() < 1e-3

@@ -79,9 +79,9 @@ def rows(output: RequestOutput, size: int) -> Any:
 
 def test_each_token_of_a_decoder_has_a_vector_if_that_is_asked_for(tmp_path: Path) -> None:
     reference = save_pooling_model("Qwen3", tmp_path)
-    asked = [pooling_request(i + 1, ids, per_token=True) for i, ids in enumerate(PROMPTS)]
+    requests = [pooling_request(i + 1, ids, per_token=True) for i, ids in enumerate(PROMPTS)]
     others = [pooling_request(i + 101, ids) for i, ids in enumerate(PROMPTS)]
-    mixed = [each for pair in zip(asked, others, strict=True) for each in pair]
+    mixed = [each for pair in zip(requests, others, strict=True) for each in pair]
     found = outputs_of(tmp_path, mixed, model=ALL, max_num_batched_tokens=24)
     for index, token_ids in enumerate(PROMPTS):
         with torch.inference_mode():
@@ -102,12 +102,12 @@ def test_tokens_of_prompts_that_are_computed_in_parts_have_no_vectors(tmp_path: 
 
 def test_each_token_is_classified(tmp_path: Path) -> None:
     reference = save_pooling_model("Qwen3", tmp_path, "ForSequenceClassification", num_labels=3)
-    asked = [
+    requests = [
         pooling_request(i + 1, ids, per_token=True, activate=bool(i % 2))
         for i, ids in enumerate(PROMPTS)
     ]
     settings = ALL["pooler_config"][:-1] + ', "logit_mean": 0.5, "logit_sigma": 2.0}'
-    found = outputs_of(tmp_path, asked, model={"pooler_config": settings})
+    found = outputs_of(tmp_path, requests, model={"pooler_config": settings})
     for index, token_ids in enumerate(PROMPTS):
         with torch.inference_mode():
             states = reference.model(torch.tensor([token_ids])).last_hidden_state[0]

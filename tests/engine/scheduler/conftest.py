@@ -102,7 +102,7 @@ class Rig:
             priority,
             tenant,
             cache_root,
-            alone=alone,
+            exclusive_steps=alone,
             group=group,
             adapter=adapter,
             encoder_inputs=list(images),

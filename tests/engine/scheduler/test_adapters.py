@@ -18,7 +18,7 @@ MakeRig = Callable[..., Rig]
 
 def adapters_of(rig: Rig, slots: list[int]) -> set[str]:
     """Return the adapters of the sequences in these slots."""
-    running = rig.scheduler._books.running.values()
+    running = rig.scheduler._requests.running.values()
     return {request.adapter for request in running if request.slot in slots} - {""}
 
 

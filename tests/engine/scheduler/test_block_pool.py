@@ -40,22 +40,22 @@ def test_kept_blocks_are_taken_last_and_in_order_of_release(
     pool: BlockPool, evicted: list[int]
 ) -> None:
     a, b, c, d = take(pool, 4)
-    pool.keep(a)
-    pool.keep(b)
+    pool.mark_cached(a)
+    pool.mark_cached(b)
     pool.release([b])
     pool.release([a, c, d])
     assert set(take(pool, 2)) == {c, d}
     assert evicted == []
     assert take(pool, 2) == [b, a]
     assert evicted == [b, a]
-    assert pool.kept_blocks() == set()
+    assert pool.cached_blocks() == set()
 
 
 def test_a_kept_block_that_is_used_again_is_not_evicted(
     pool: BlockPool, evicted: list[int]
 ) -> None:
     a, b = take(pool, 2)
-    pool.keep(a)
+    pool.mark_cached(a)
     pool.release([a, b])
     assert pool.count_free([a, b]) == 2
     pool.acquire([a])
@@ -67,8 +67,8 @@ def test_a_kept_block_that_is_used_again_is_not_evicted(
 
 def test_forgotten_contents_are_not_evicted_but_free(pool: BlockPool, evicted: list[int]) -> None:
     a, b = take(pool, 2)
-    pool.keep(a)
-    pool.keep(b)
+    pool.mark_cached(a)
+    pool.mark_cached(b)
     pool.release([a])
     pool.forget_contents()
     pool.release([b])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.preemption import Engine
+from engine.scheduler.preemption import Capacity
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
 from engine.shared.messages import AddRequest, SamplingParams
@@ -19,14 +19,14 @@ class Decodes:
     """An engine on which each tenant decodes some endless sequences."""
 
     def __init__(self, sequences: list[int]) -> None:
-        self.fairness = Fairness(StepCosts(), Engine(1024, 1 << 16), max_slowdown=SLOWDOWN)
+        self.fairness = Fairness(StepCosts(), Capacity(1024, 1 << 16), max_slowdown=SLOWDOWN)
         self.requests = [
             self._sequence(1000 * tenant + each, tenant)
             for tenant, count in enumerate(sequences)
             for each in range(count)
         ]
         for each in self.requests:
-            self.fairness.come(each)
+            self.fairness.add(each)
             self.fairness.start(each)
 
     @staticmethod

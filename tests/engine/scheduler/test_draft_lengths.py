@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from engine.scheduler.draft_lengths import DraftLengths, Offer, Prices, choose
+from engine.scheduler.draft_lengths import Candidate, DraftLengths, Prices, choose
 
 CPU = Prices(row=0.1)
 CPU_WITH_HEAD = Prices(row=0.1, draft=0.06)
@@ -19,7 +19,7 @@ IsRight = Callable[[int, int], bool]
 
 def price(decodes: int, lengths: list[int], prices: Prices) -> float:
     """Return the cost of a step with these draft lengths."""
-    passes = [sum(length > place for length in lengths) for place in range(max(lengths))]
+    passes = [sum(length > position for length in lengths) for position in range(max(lengths))]
     drafting = sum(prices.draft * prices.step(requests) for requests in passes)
     return prices.step(decodes + sum(lengths)) + drafting
 
@@ -27,21 +27,21 @@ def price(decodes: int, lengths: list[int], prices: Prices) -> float:
 class Trace:
     """Runs this many requests concurrently, each of which always has a draft."""
 
-    def __init__(self, decodes: int, most: int, prices: Prices) -> None:
-        self.lengths = DraftLengths(most, prices)
-        self.offers = [Offer(id, most) for id in range(decodes)]
+    def __init__(self, decodes: int, limit: int, prices: Prices) -> None:
+        self.lengths = DraftLengths(limit, prices)
+        self.candidates = [Candidate(id, limit) for id in range(decodes)]
         self.prices = prices
         self.tokens = 0
         self.price = 0.0
 
     def step(self, number: int, is_right: IsRight) -> list[int]:
         """Run a step and return the number of draft tokens of each request."""
-        decodes = len(self.offers)
-        lengths = self.lengths.decide(decodes, self.offers)
-        assert all(0 <= n <= each.most for n, each in zip(lengths, self.offers, strict=True))
+        decodes = len(self.candidates)
+        lengths = self.lengths.decide(decodes, self.candidates)
+        assert all(0 <= n <= each.limit for n, each in zip(lengths, self.candidates, strict=True))
         self.price += price(decodes, lengths, self.prices)
         self.tokens += decodes
-        for (id, _), length in zip(self.offers, lengths, strict=True):
+        for (id, _), length in zip(self.candidates, lengths, strict=True):
             accepted = 0
             while accepted < length and is_right(id, number):
                 accepted += 1
@@ -53,7 +53,7 @@ class Trace:
     @property
     def gain(self) -> float:
         """Tokens for the price so far, as a multiple of what they are without drafts."""
-        decodes = len(self.offers)
+        decodes = len(self.candidates)
         return self.tokens / self.price * self.prices.step(decodes) / decodes
 
 
@@ -65,37 +65,38 @@ def test_no_other_lengths_yield_more_for_their_price(first: int) -> None:
 
 def check_choice(source: random.Random) -> None:
     """Compare what is chosen among drawn offers with all that could be."""
-    listed, most = source.randint(1, 3), source.randint(1, 3)
+    listed, limit = source.randint(1, 3), source.randint(1, 3)
     decodes = listed + source.choice([0, 0, 1, 20])
     prices = Prices(source.choice([0.0, 0.01, 0.1, 0.5]), source.choice([0.0, 0.05, 0.6]))
-    chances = [
-        sorted((source.random() for _ in range(source.randint(0, most))), reverse=True)
+    probabilities = [
+        sorted((source.random() for _ in range(source.randint(0, limit))), reverse=True)
         for _ in range(listed)
     ]
 
     def rate(lengths: list[int]) -> float:
-        right = sum(sum(each[:n]) for each, n in zip(chances, lengths, strict=True))
+        right = sum(sum(each[:n]) for each, n in zip(probabilities, lengths, strict=True))
         plain = prices.step(decodes)
         drafts = price(decodes, lengths, prices) - plain
         return (decodes + right) / (plain + 1.25 * drafts)
 
     best = max(
-        rate(list(lengths)) for lengths in product(*(range(len(each) + 1) for each in chances))
+        rate(list(lengths))
+        for lengths in product(*(range(len(each) + 1) for each in probabilities))
     )
-    assert rate(choose(decodes, chances, prices).lengths) == pytest.approx(best)
+    assert rate(choose(decodes, probabilities, prices).lengths) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("decodes", [1, 2, 4, 16, 100])
-@pytest.mark.parametrize("chance", [0.0, 0.05, 0.2, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("probability", [0.0, 0.05, 0.2, 0.3, 0.5, 0.7])
 def test_drafts_never_cost_more_than_a_few_percent(
-    prices: Prices, decodes: int, chance: float
+    prices: Prices, decodes: int, probability: float
 ) -> None:
     """Whatever is accepted: no more than what is spent on finding that out."""
-    source = random.Random(f"{decodes} {chance}")
+    source = random.Random(f"{decodes} {probability}")
     trace = Trace(decodes, 4, prices)
     for number in range(200):
-        trace.step(number, lambda id, step: source.random() < chance)
+        trace.step(number, lambda id, step: source.random() < probability)
     assert trace.gain > 0.95
 
 
@@ -136,19 +137,19 @@ def test_a_request_is_judged_by_its_own_drafts(prices: Prices) -> None:
 
 def test_a_new_request_begins_with_what_all_have_shown() -> None:
     lengths = DraftLengths(4, CPU)
-    assert lengths.decide(1, [Offer(1, 4)]) == [4]
+    assert lengths.decide(1, [Candidate(1, 4)]) == [4]
     for id in range(2, 60):
         lengths.observe(id, 1, 0)
         lengths.forget(id)
-    drafts = [lengths.decide(1, [Offer(99, 4)])[0] for _ in range(10)]
+    drafts = [lengths.decide(1, [Candidate(99, 4)])[0] for _ in range(10)]
     assert max(drafts) <= 1
 
 
 def test_few_requests_are_drafted_for_where_many_are_not() -> None:
-    chances = [[0.3]] * 16
-    lengths = [sum(choose(n, chances[:n], CPU).lengths) for n in (1, 2, 16)]
+    probabilities = [[0.3]] * 16
+    lengths = [sum(choose(n, probabilities[:n], CPU).lengths) for n in (1, 2, 16)]
     assert lengths == [1, 2, 0]
-    assert sum(choose(16, chances, DEVICE_WITH_MODEL).lengths) == 16
+    assert sum(choose(16, probabilities, DEVICE_WITH_MODEL).lengths) == 16
 
 
 @pytest.mark.parametrize("decodes", [1, 200])
@@ -163,10 +164,10 @@ def test_the_same_counts_lead_to_the_same_lengths(seed: int) -> None:
     source = random.Random(seed)
     both = [DraftLengths(5, CPU_WITH_HEAD) for _ in range(2)]
     for _ in range(100):
-        offers = [Offer(id, source.randint(1, 5)) for id in source.sample(range(9), 4)]
-        one, other = (each.decide(6, offers) for each in both)
+        candidates = [Candidate(id, source.randint(1, 5)) for id in source.sample(range(9), 4)]
+        one, other = (each.decide(6, candidates) for each in both)
         assert one == other
-        for (id, most), length in zip(offers, one, strict=True):
+        for (id, most), length in zip(candidates, one, strict=True):
             assert 0 <= length <= most
             accepted = source.randint(0, length)
             gone = source.random() < 0.1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.scheduler.admission import Grant
-from engine.scheduler.preemption import Engine, Room, choose_heaviest
+from engine.scheduler.preemption import Capacity, FreeCapacity, choose_heaviest
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.shares import GUARDED_STEPS, Shares
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL
@@ -168,21 +168,21 @@ def test_newcomers_without_end_do_not_starve_whoever_waits(make_rig: MakeRig) ->
 def test_nobody_saves_up_while_away() -> None:
     shares = Shares()
     for tenant in (HOG, GUEST):
-        shares.come(tenant)
-    shares.leave(GUEST)
-    shares.come(OTHER)
+        shares.add(tenant)
+    shares.remove(GUEST)
+    shares.add(OTHER)
     for _ in range(100):
         shares.charge(HOG, 10)
         shares.charge(OTHER, 10)
-    shares.come(GUEST)
+    shares.add(GUEST)
     assert shares.served(GUEST) == shares.served(HOG) == shares.served(OTHER) == 1000
 
 
 def in_debt(max_prefill: int) -> Shares:
     """Return the books of an engine that a guest uses beside somebody with an empty purse."""
     shares = Shares(max_prefill)
-    shares.come(HOG)
-    shares.come(GUEST)
+    shares.add(HOG)
+    shares.add(GUEST)
     shares.begin_step(0)
     shares.prefill(HOG, max_prefill)
     return shares
@@ -192,18 +192,18 @@ def test_a_prompt_waits_for_those_of_others_unless_its_tenant_has_saved_enough()
     shares = in_debt(100)
     shares.begin_step(20)
     quota = shares.quota()
-    assert quota.left(HOG, 500) == 20
+    assert quota.available(HOG, 500) == 20
     assert quota.take(GUEST, 30) == 30
-    assert quota.left(HOG, 500) == 0
-    assert quota.left(HOG, 21) == 0
+    assert quota.available(HOG, 500) == 0
+    assert quota.available(HOG, 21) == 0
     assert quota.take(HOG, 15) == 15, "this one need not be cut"
-    assert quota.left(GUEST, 500) == 70, "who has not spent anything does not wait"
+    assert quota.available(GUEST, 500) == 70, "who has not spent anything does not wait"
 
 
 def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> None:
     shares = Shares(1000)
     for tenant in (HOG, GUEST, OTHER):
-        shares.come(tenant)
+        shares.add(tenant)
     shares.begin_step(refill=20, together=60)
     quota = shares.quota()
     assert quota.take(HOG, 500) == 60, "whatever it has saved"
@@ -213,8 +213,8 @@ def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> 
     assert quota.take(OTHER, 40) == 40
     assert quota.take(GUEST, 20) == 20, "this one need not be cut"
     assert quota.take(HOG, 1) == 0, "that is what all may have together"
-    shares.leave(GUEST)
-    shares.leave(OTHER)
+    shares.remove(GUEST)
+    shares.remove(OTHER)
     assert shares.quota().take(HOG, 500) == 500, "nobody else is there"
 
 
@@ -242,7 +242,7 @@ def test_what_any_prompt_tokens_cost_is_taken_from_the_purse_once_a_step() -> No
         if tokens:
             shares.prefill(HOG, tokens - 1)
             shares.prefill(HOG, 1)
-            assert not shares.quota().left(HOG, 1)
+            assert not shares.quota().available(HOG, 1)
         computed += tokens + (16 if tokens else 0)
     assert computed == pytest.approx(400 * 10, rel=0.1)
 
@@ -262,12 +262,12 @@ def test_however_small_a_purse_is_prompts_get_on(max_prefill: int) -> None:
 
 def test_tenants_that_left_are_forgotten() -> None:
     shares = Shares()
-    shares.come(0)
+    shares.add(0)
     for tenant in range(1, 20_000):
-        shares.come(tenant)
+        shares.add(tenant)
         shares.charge(tenant, 5)
         shares.charge(0, 50)
-        shares.leave(tenant)
+        shares.remove(tenant)
     assert len(shares._served) < 1000
 
 
@@ -409,7 +409,7 @@ def test_the_order_of_admission_is_known_in_advance() -> None:
     queue = WaitingQueue(shares)
     tenants = [HOG, HOG, HOG, GUEST, OTHER, GUEST]
     for arrival, tenant in enumerate(tenants):
-        shares.come(tenant)
+        shares.add(tenant)
         queue.push(request(arrival, tenant))
     expected = [each.arrival for each in queue]
     assert expected == [0, 3, 4, 1, 5, 2]
@@ -427,7 +427,7 @@ def test_the_queue_agrees_with_a_plain_list_whatever_happens_to_it() -> None:
     shares, waiting = Shares(), dict[int, Request]()
     queue = WaitingQueue(shares)
     for tenant in range(6):
-        shares.come(tenant)
+        shares.add(tenant)
     for arrival in range(3000):
         if generator.random() < 0.55 or not waiting:
             each = request(arrival, generator.randrange(6), priority=generator.randrange(2))
@@ -459,17 +459,17 @@ def test_the_queue_agrees_with_a_plain_list_whatever_happens_to_it() -> None:
 
 def test_nobody_gives_way_for_a_request_that_would_not_fit_even_then() -> None:
     running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
-    engine = Engine(slots=8, blocks=16)
-    room = Room(slots=4, blocks=8, headroom=0, tokens=99)
+    engine = Capacity(slots=8, blocks=16)
+    room = FreeCapacity(slots=4, blocks=8, headroom=0, tokens=99)
     assert choose_heaviest([request(9, GUEST)], running, room, lambda _: 14, engine) == []
     assert choose_heaviest([request(9, HOG)], running, room, lambda _: 9, engine) == []
-    full = Room(slots=0, blocks=8, headroom=0, tokens=99)
-    chosen = choose_heaviest([request(9, GUEST)], running, full, lambda _: 1, Engine(4, 16))
+    full = FreeCapacity(slots=0, blocks=8, headroom=0, tokens=99)
+    chosen = choose_heaviest([request(9, GUEST)], running, full, lambda _: 1, Capacity(4, 16))
     assert [victim.arrival for victim in chosen] == [3]
 
 
 def test_nobody_gives_way_to_a_less_urgent_request_of_another_tenant() -> None:
     running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
-    room = Room(slots=0, blocks=8, headroom=0, tokens=99)
+    room = FreeCapacity(slots=0, blocks=8, headroom=0, tokens=99)
     late = request(9, GUEST, priority=5)
-    assert choose_heaviest([late], running, room, lambda _: 1, Engine(4, 16)) == []
+    assert choose_heaviest([late], running, room, lambda _: 1, Capacity(4, 16)) == []

@@ -92,7 +92,7 @@ def test_the_budget_is_enough_for_the_largest_image(make_rig: MakeRig) -> None:
     add(rig, 1, image(1, 0), image(2, 0), 1)
     plans = [rig.step(), rig.step()]
     assert [plan.counts for plan in plans] == [[16], [17]]
-    assert [plan.forgotten for plan in plans] == [[], [image(1, 0).digest]]
+    assert [plan.evicted_images for plan in plans] == [[], [image(1, 0).digest]]
     rig.run()
     rig.assert_complete()
 
@@ -162,7 +162,7 @@ def test_traffic_with_whole_images_ends_and_no_chunk_ends_within_one(
         assert rig.add(id, tokens, images=shown[id], **sampling) is None
     for _ in range(2000):
         plan = rig.step()
-        requests = {each.slot: each for each in rig.scheduler._books.running.values()}
+        requests = {each.slot: each for each in rig.scheduler._requests.running.values()}
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             if slot in requests:
                 for each in shown[requests[slot].id]:
@@ -182,7 +182,7 @@ def test_what_a_step_shows_is_not_forgotten_for_what_it_encodes(make_rig: MakeRi
         rig.run()
     add(rig, 3, image(3, 0), image(1, 0), 1)
     plan = rig.step()
-    assert (encoded(plan), plan.forgotten) == ([3], [image(2, 0).digest])
+    assert (encoded(plan), plan.evicted_images) == ([3], [image(2, 0).digest])
     rig.run()
     rig.assert_complete()
 
@@ -197,7 +197,7 @@ def test_chunks_may_end_within_an_image_which_stays_until_it_is_computed(
     add(rig, 2, image(2, 0), 1)
     plans = [rig.step() for _ in range(4)]
     assert [encoded(plan) for plan in plans] == [[1], [], [], [2]]
-    assert [plan.forgotten for plan in plans] == [[], [], [], [image(1, 0).digest]]
+    assert [plan.evicted_images for plan in plans] == [[], [], [], [image(1, 0).digest]]
     rig.run()
     rig.assert_complete()
     rig.assert_idle()
@@ -215,7 +215,7 @@ def test_an_image_of_many_requests_is_encoded_once(make_rig: MakeRig) -> None:
 def test_pixels_that_many_requests_show_are_held_once(rig: Any) -> None:
     for number in range(3):
         add(rig, number, 5, image(7, 0))
-    pixels = {id(each.pixels) for r in rig.scheduler._books.all.values() for each in r.images}
+    pixels = {id(each.pixels) for r in rig.scheduler._requests.all.values() for each in r.images}
     assert len(pixels) == 1
     rig.run()
     rig.assert_idle()
@@ -306,7 +306,7 @@ def test_images_are_forgotten_on_demand_and_with_the_cache(rig: Any) -> None:
     rig.scheduler.reset_prefix_cache()
     add(rig, 2, image(1, 0), 1)
     plan = rig.step()
-    assert (plan.forgotten, encoded(plan)) == ([image(1, 0).digest], [1])
+    assert (plan.evicted_images, encoded(plan)) == ([image(1, 0).digest], [1])
     rig.scheduler.preempt_all()
     rig.scheduler.reset_prefix_cache()
     assert encoded(rig.step()) == [1]

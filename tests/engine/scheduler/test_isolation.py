@@ -15,7 +15,9 @@ STEPS = 3
 def add_suspect(rig: Any, id: int, length: int = 5, **arguments: Any) -> RequestOutput | None:
     message = rig.describe(id, list(range(500, 500 + length)), **arguments)
     rig.tokens[id] = []
-    answer: RequestOutput | None = rig.scheduler.add(msgspec.structs.replace(message, alone=STEPS))
+    answer: RequestOutput | None = rig.scheduler.add(
+        msgspec.structs.replace(message, exclusive_steps=STEPS)
+    )
     return answer
 
 
@@ -154,7 +156,7 @@ class _Grammars:
 
     def on_settled(self) -> None: ...
 
-    def ask(self, spec: object, tenant: int) -> _Grammar:
+    def request(self, spec: object, tenant: int) -> _Grammar:
         self.asked.append(_Grammar())
         return self.asked[-1]
 
@@ -168,7 +170,7 @@ def test_the_grammar_of_a_suspect_is_compiled_within_its_turn(
     make_rig: MakeRig, error: str | None
 ) -> None:
     rig, grammars = make_rig(), _Grammars()
-    rig.scheduler._books.grammars = grammars
+    rig.scheduler._requests.grammars = grammars
     rig.add(1, [1, 2, 3], max_tokens=20)
     rig.step()
     add_suspect(rig, 9, grammar=JsonObjectGrammar())

@@ -129,7 +129,7 @@ def test_growth_takes_exactly_the_missing_blocks(kv: KVCacheManager) -> None:
     table, _ = admit(kv, [1, 2, 3])
     table.take_new(0)
     assert kv.try_grow(table, 4)
-    assert not table.num_untold
+    assert not table.num_unsent
     assert kv.try_grow(table, 9)
     (grown,) = table.take_new(0)
     assert (grown.group, grown.first, len(grown.block_ids)) == (0, 1, 2)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.scheduler.admission import Grant
-from engine.scheduler.preemption import Room, choose_victims
+from engine.scheduler.preemption import FreeCapacity, choose_victims
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.shares import Shares
 from engine.scheduler.waiting import WaitingQueue
@@ -195,15 +195,15 @@ def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
 @pytest.mark.parametrize(
     ("room", "needed", "victims"),
     [
-        (Room(slots=1, blocks=9, headroom=1, tokens=99), 4, []),
-        (Room(slots=0, blocks=9, headroom=1, tokens=99), 4, [3]),
-        (Room(slots=1, blocks=4, headroom=1, tokens=99), 4, [3]),
-        (Room(slots=1, blocks=0, headroom=0, tokens=99), 4, [3, 2]),
-        (Room(slots=0, blocks=0, headroom=1, tokens=99), 4, []),  # the headroom would be missing
-        (Room(slots=0, blocks=9, headroom=0, tokens=0), 1, []),
+        (FreeCapacity(slots=1, blocks=9, headroom=1, tokens=99), 4, []),
+        (FreeCapacity(slots=0, blocks=9, headroom=1, tokens=99), 4, [3]),
+        (FreeCapacity(slots=1, blocks=4, headroom=1, tokens=99), 4, [3]),
+        (FreeCapacity(slots=1, blocks=0, headroom=0, tokens=99), 4, [3, 2]),
+        (FreeCapacity(slots=0, blocks=0, headroom=1, tokens=99), 4, []),  # headroom is missing
+        (FreeCapacity(slots=0, blocks=9, headroom=0, tokens=0), 1, []),
     ],
 )
-def test_as_few_give_way_as_are_needed(room: Room, needed: int, victims: list[int]) -> None:
+def test_as_few_give_way_as_are_needed(room: FreeCapacity, needed: int, victims: list[int]) -> None:
     running = [request(1, 1, 5), request(2, 6, 2), request(3, 8, 2)]
     chosen = choose_victims([request(4, 5)], running, room, lambda _: needed)
     assert [victim.arrival for victim in chosen] == victims

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.preemption import Engine
+from engine.scheduler.preemption import Capacity
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
 from engine.shared.messages import AddRequest, SamplingParams
@@ -44,12 +44,12 @@ class Engines:
         self.costs = StepCosts()
         self.costs.mixed = mixed
         self.fairness = Fairness(
-            self.costs, Engine(64, 2048), max_prefill=LIMIT, max_slowdown=SLOWDOWN
+            self.costs, Capacity(64, 2048), max_prefill=LIMIT, max_slowdown=SLOWDOWN
         )
         self.streams = [sequence(id, STREAMS) for id in range(streams)]
         self.prompts = [sequence(streams + each, each) for each in range(tenants)]
         for each in (*self.streams, *self.prompts):
-            self.fairness.come(each)
+            self.fairness.add(each)
         for each in self.streams:
             self.fairness.start(each)
         self.computed = [0] * tenants
@@ -184,9 +184,9 @@ def test_prompts_that_were_computed_where_nothing_was_decoded_leave_no_debt() ->
     engine = Engines(2, 0)
     for _ in range(50):
         assert engine.step(lambda _: 1000) >= LIMIT
-    assert engine.fairness.shares.quota().left(0, 1000) == LIMIT
+    assert engine.fairness.shares.quota().available(0, 1000) == LIMIT
     engine.streams = [sequence(1000, STREAMS)]
-    engine.fairness.come(engine.streams[0])
+    engine.fairness.add(engine.streams[0])
     engine.fairness.start(engine.streams[0])
     part = (SLOWDOWN - 1) * (PRIOR_BASE + 1) / PRIOR_PREFILL
     for _ in range(20):

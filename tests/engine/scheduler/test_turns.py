@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.scheduler.fairness import Fairness
-from engine.scheduler.preemption import Engine
+from engine.scheduler.preemption import Capacity
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
 from engine.shared.messages import AddRequest, SamplingParams
@@ -15,7 +15,7 @@ from engine.shared.messages import AddRequest, SamplingParams
 MakeRig = Callable[..., Any]
 
 SLOWDOWN = 1.3
-ENGINE = Engine(slots=64, blocks=2048)
+ENGINE = Capacity(slots=64, blocks=2048)
 PART = int((SLOWDOWN - 1) * (PRIOR_BASE + 1))
 """Rows of a party beside one row of others, as long as nothing is known of costs."""
 
@@ -188,7 +188,7 @@ def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough()
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     costly, plain = running(1), running(2)
     for each in (costly, plain):
-        fairness.come(each)
+        fairness.add(each)
         fairness.start(each)
     fairness.masked(costly, 10_000)
     held = [fairness.hold([costly, plain]) for _ in range(100)]
@@ -264,7 +264,7 @@ def test_beams_that_come_anew_have_no_more_than_the_part_of_their_request(length
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     streams = [running(id) for id in range(4)]
     beam = running(91, group=90)
-    fairness.come(beam)
+    fairness.add(beam)
     computed, spent, steps = 0, 0.0, 400
     left: list[int] = []
     for _ in range(steps):

@@ -68,18 +68,18 @@ def test_only_blocks_behind_the_window_are_freed(
     shape = CacheShape(size, windows, lookahead)
     tokens = list(range(length + decodes))
     table = compute(kv, tokens[:length], chunk)
-    most = table.num_blocks
+    max_blocks = table.num_blocks
     for computed in range(length + 1, length + decodes + 1):
         assert kv.try_grow(table, computed)
         kv.commit(table, tokens[:computed], computed)
         kv.release_behind(table, computed)
         kv.check_integrity([table])
-        most = max(most, table.num_blocks)
+        max_blocks = max(max_blocks, table.num_blocks)
         for group, window in zip(table.groups, windows, strict=True):
             first = 0 if window is None else max(0, computed - window + 1) // size
             assert group.ids[:first] == [FREED] * min(first, len(group.ids))
             assert group.first == first
-    assert most <= shape.blocks_for(len(tokens))
+    assert max_blocks <= shape.blocks_for(len(tokens))
     kv.free(table)
     assert kv.usage == 0
     kv.check_integrity([])

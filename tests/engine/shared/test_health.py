@@ -42,7 +42,7 @@ def test_ready_while_the_loop_turns_and_neither_when_it_stalls() -> None:
     assert answers(health) == (200, 200)
     clock.now += 61
     assert answers(health) == (503, 503)
-    health.turn()
+    health.record_iteration()
     assert answers(health) == (200, 200)
 
 

@@ -83,7 +83,7 @@ def test_a_key_that_is_added_while_it_runs_is_accepted_and_connections_stay(
     assert pull.recv() == b"before"
     for key, accepted in ((OLD, NEW), (NEW, OLD), (NEW, None)):
         node.show(key, accepted)
-        transport.mend()
+        transport.maintain()
         assert arrives(pull, address, OLD), "until the process ends"
         assert arrives(pull, address, NEW)
         early.send(b"still there")
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     transport = node.transport(context)
     pull = transport.bind(zmq.PULL, "tcp://127.0.0.1:*")
     node.show("short")
-    transport.mend()
+    transport.maintain()
     assert "stay as they were" in caplog.text
     assert arrives(pull, bound_address(pull, "127.0.0.1"), OLD)
 

@@ -89,7 +89,7 @@ def test_newcomers_find_a_local_socket_again_after_a_cleaner_removed_its_directo
     old.send(b"before")
     assert pull.recv() == b"before"
     shutil.rmtree(directory)
-    transport.mend()
+    transport.maintain()
     new = transport.connect(zmq.PUSH, address)
     new.send(b"newcomer")
     assert pull.poll(60_000)
@@ -111,7 +111,7 @@ def test_a_socket_is_not_bound_again_where_others_could_replace_it(
     shutil.rmtree(directory)
     directory.mkdir()
     directory.chmod(0o777)
-    transport.mend()
+    transport.maintain()
     assert list(directory.iterdir()) == []
     assert "must not be accessible to others" in caplog.text
 

@@ -123,12 +123,12 @@ def test_what_is_larger_than_the_queue_is_taken_when_nothing_else_is_there() -> 
 def test_the_queue_is_one_for_all_front_ends_of_a_node(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     here, there = (admission(tmp_path, index, max_queue=3) for index in range(2))
-    place = here.reserve(1, 10, 0.0)
+    slot = here.reserve(1, 10, 0.0)
     there.reserve(2, 10, 0.0)
     for node in (here, there):
         with pytest.raises(Overloaded):
             node.reserve(1, 10, 0.0)
-    place.release()
+    slot.release()
     there.reserve(1, 10, 0.0)
     with pytest.raises(Overloaded):
         here.reserve(1, 10, 0.0)
@@ -250,9 +250,9 @@ class TestOverHttp:
         assert error["code"] == "rate_limit_exceeded"
         assert error["type"] == "requests"
         assert int(answers[0].headers["retry-after"]) >= 1
-        told = http.get("/metrics").text
+        metrics = http.get("/metrics").text
         rejections = 'swell_admission_rejections_total{model_name="tiny",reason="queue"} 4.0'
-        assert rejections in told
+        assert rejections in metrics
         engines.streams.clear()
         assert len(self.fill(app, engines, 8)) == 3
 
@@ -336,9 +336,9 @@ def test_a_reservation_that_fails_half_way_changes_nothing(tmp_path: Path, reque
 
 def test_growing_beyond_what_can_be_counted_keeps_what_was_reserved() -> None:
     node = admission(max_queue=4, max_queue_tokens=100)
-    place = node.reserve(1, 10, 0.0)
+    slot = node.reserve(1, 10, 0.0)
     with pytest.raises(Overloaded):
-        place.recount(2**70, 0.0)
+        slot.recount(2**70, 0.0)
     assert node.table.totals() == Totals(1, 10)
-    place.release()
+    slot.release()
     assert node.table.totals() == Totals(0, 0)

@@ -11,9 +11,9 @@ def test_no_number_of_a_request_is_without_bounds(whole_app: FastAPI) -> None:
         found
     )
     open_ended = [
-        place
+        slot
         for name, model in found.items()
-        for place, number in numbers(model.model_json_schema(), name)
+        for slot, number in numbers(model.model_json_schema(), name)
         if not {"minimum", "exclusiveMinimum"} & number.keys()
         or not {"maximum", "exclusiveMaximum"} & number.keys()
     ]

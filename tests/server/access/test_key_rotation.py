@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.access.guards import LOOK_INTERVAL, PathAccess
+from server.access.guards import CHECK_INTERVAL, PathAccess
 from server.config import GuardConfig
 
 
@@ -18,17 +18,17 @@ class Rotation:
         self.api, self.admin = directory / "api", directory / "admin"
         self.api.write_text("first\n")
         self.admin.write_text("root\n")
-        self.doors = PathAccess(
+        self.path_access = PathAccess(
             GuardConfig(api_key_file=str(self.api), admin_key_file=str(self.admin))
         )
 
     def pass_time(self, seconds: float) -> None:
         self._now += seconds
-        self.doors.look(self._now)
+        self.path_access.reload_if_changed(self._now)
 
     def opens(self, secret: str, path: str = "/v1/models") -> bool:
         headers = [(b"authorization", f"Bearer {secret}".encode())]
-        return self.doors.refusal({"type": "http", "path": path, "headers": headers}) is None
+        return self.path_access.refusal({"type": "http", "path": path, "headers": headers}) is None
 
 
 @pytest.fixture
@@ -39,26 +39,26 @@ def rotation(tmp_path: Path) -> Rotation:
 def test_a_key_that_is_taken_out_of_the_file_opens_nothing_any_more(rotation: Rotation) -> None:
     rotation.pass_time(0)
     rotation.api.write_text("team: second\nfirst\n")
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert rotation.opens("first")
     assert rotation.opens("second")
-    assert rotation.doors.api.num_tenants == 2
+    assert rotation.path_access.api.num_tenants == 2
     rotation.api.write_text("team: second\n")
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert not rotation.opens("first")
     assert rotation.opens("second")
     rotation.admin.write_text("other-root\n")
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert not rotation.opens("root", "/admin/scale")
     assert rotation.opens("other-root", "/admin/scale")
 
 
 def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Rotation) -> None:
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     rotation.api.write_text("second\n")
-    rotation.pass_time(LOOK_INTERVAL / 2)
+    rotation.pass_time(CHECK_INTERVAL / 2)
     assert rotation.opens("first")
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert not rotation.opens("first")
 
 
@@ -70,13 +70,13 @@ def test_the_last_key_that_is_taken_out_opens_nothing_any_more(
     for file, path in ((rotation.api, "/v1/models"), (rotation.admin, "/admin/scale")):
         secret = file.read_text().strip()
         file.write_text(emptied)
-        rotation.pass_time(LOOK_INTERVAL)
+        rotation.pass_time(CHECK_INTERVAL)
         assert rotation.opens(secret, path)
-        rotation.pass_time(LOOK_INTERVAL)
+        rotation.pass_time(CHECK_INTERVAL)
         for each in (secret, "", "anything"):
             assert not rotation.opens(each, path)
         file.write_text("second\n")
-        rotation.pass_time(LOOK_INTERVAL)
+        rotation.pass_time(CHECK_INTERVAL)
         assert rotation.opens("second", path)
 
 
@@ -84,14 +84,14 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_never_opens_a_door(
     rotation: Rotation, caplog: pytest.LogCaptureFixture
 ) -> None:
     rotation.api.unlink()
-    rotation.pass_time(LOOK_INTERVAL)
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert rotation.opens("first")
     assert not rotation.opens("")
     assert not rotation.opens("anything")
     assert [each.levelno for each in caplog.records] == [logging.ERROR]
     rotation.api.write_text("second\n")
-    rotation.pass_time(LOOK_INTERVAL)
+    rotation.pass_time(CHECK_INTERVAL)
     assert not rotation.opens("first")
     assert rotation.opens("second")
 
@@ -105,6 +105,6 @@ def test_a_link_that_is_pointed_elsewhere_is_a_change(tmp_path: Path) -> None:
     doors = PathAccess(GuardConfig(api_key_file=str(tmp_path / "data" / "api-keys")))
     (tmp_path / "next").symlink_to("two")
     os.replace(tmp_path / "next", tmp_path / "data")
-    doors.look(LOOK_INTERVAL)
+    doors.reload_if_changed(CHECK_INTERVAL)
     assert b"key-two" in doors.api
     assert b"key-one" not in doors.api

@@ -12,7 +12,7 @@ import pytest
 from engine.shared.config import ModelConfig
 from server.access.admission import Admission, Overloaded
 from server.access.admission_table import (
-    PLACES,
+    TENANT_SLOTS,
     AdmissionTable,
     Totals,
     create_admission_table,
@@ -21,7 +21,7 @@ from server.access.tenants import named_tenant
 from server.config import FrontEndConfig, GuardConfig, HttpConfig, OverloadConfig, TenantConfig
 
 ROOT = Path(__file__).parents[3]
-HOG, GUEST, OTHER = 3, 7, PLACES - 1
+HOG, GUEST, OTHER = 3, 7, TENANT_SLOTS - 1
 
 
 def node(
@@ -39,11 +39,11 @@ def node(
     return Admission(table, limits, lambda: slots, TenantConfig(**tenants), several=lambda: several)
 
 
-def fill(admission: Admission, place: int, requests: int = 1, tokens: int = 1) -> int:
+def fill(admission: Admission, slot: int, requests: int = 1, tokens: int = 1) -> int:
     """Reserve until refused; return the number of sequences admitted."""
     for taken in range(10_000):
         try:
-            admission.reserve(requests, tokens, 0.0, place)
+            admission.reserve(requests, tokens, 0.0, slot)
         except Overloaded:
             return taken * requests
     raise AssertionError("nothing was refused")
@@ -122,13 +122,13 @@ def test_one_tenant_does_not_fill_the_queue_of_tokens() -> None:
 def test_tenants_are_counted_over_all_front_ends(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     here, there = (node(tmp_path, index, max_sequences_per_key=4) for index in range(2))
-    place = here.reserve(3, 1, 0.0, HOG)
+    slot = here.reserve(3, 1, 0.0, HOG)
     there.reserve(1, 1, 0.0, HOG)
     for admission in (here, there):
         with pytest.raises(Overloaded):
             admission.reserve(1, 1, 0.0, HOG)
         admission.reserve(1, 1, 0.0, GUEST)
-    place.release()
+    slot.release()
     assert fill(there, HOG) == 3
 
 
@@ -201,4 +201,4 @@ class TestOverHttp:
 
 
 def test_places_stay_within_the_table_however_many_keys_there_are() -> None:
-    assert named_tenant("x", PLACES + 5).place == 5
+    assert named_tenant("x", TENANT_SLOTS + 5).slot == 5

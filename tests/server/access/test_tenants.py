@@ -48,7 +48,7 @@ class TestWho:
         assert old.name == "batch"
         assert keys.num_tenants == 4
         assert len({each.id for each in (old, plain, given, colon) if each}) == 4
-        assert sorted(each.place for each in (old, plain, given, colon) if each) == [0, 1, 2, 3]
+        assert sorted(each.slot for each in (old, plain, given, colon) if each) == [0, 1, 2, 3]
         assert keys.owner(b"batch: old-secret") is None
         assert keys.owner(b"") is None
 
@@ -57,7 +57,7 @@ class TestWho:
         there = keys_for("api", GuardConfig(api_key=("b", "a"))).owner(b"a")
         assert here is not None
         assert there is not None
-        assert (here.id, here.place) == (there.id, there.place)
+        assert (here.id, here.slot) == (there.id, there.slot)
         assert named_tenant("batch").id == 6550455121904559123
 
     def test_neither_a_key_nor_its_digest_shows_in_the_name_of_its_tenant(self) -> None:
@@ -73,7 +73,7 @@ class TestWho:
         assert len({ann.id, bob.id, key.id}) == 3
         assert by_user.tenant(key, None) == key
         assert by_user.tenant(named_tenant("other"), "ann").id != ann.id
-        assert ann.place != bob.place
+        assert ann.slot != bob.slot
 
     def test_engines_are_told_whose_a_request_is(
         self, app: Any, http: Any, engines: Any, config: FrontEndConfig

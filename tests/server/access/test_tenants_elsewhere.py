@@ -10,8 +10,8 @@ from server.access.admission import (
     REPEAT_INTERVAL,
     Admission,
     Overloaded,
+    RemoteTenants,
     Reservation,
-    TenantsElsewhere,
 )
 from server.access.admission_table import AdmissionTable
 from server.config import OverloadConfig, TenantConfig
@@ -26,20 +26,20 @@ class Cluster:
         self.usage = TenantUsage()
         self.now = 100.0
         self.tables = [AdmissionTable(None) for _ in range(number)]
-        self.elsewhere = [
-            TenantsElsewhere(table, index, 7) for index, table in enumerate(self.tables)
+        self.remote_tenants = [
+            RemoteTenants(table, index, 7) for index, table in enumerate(self.tables)
         ]
         self.publish()
 
     def publish(self, *, counted: bool = True) -> None:
         tenants = self.usage.sums if counted else None
         view = ClusterView(1, 1, 0, False, [], len(self.tables), tenants=tenants)
-        for each in self.elsewhere:
+        for each in self.remote_tenants:
             each.take(view, self.now)
 
     def settle(self) -> None:
         """Exchange usage between all front ends and the coordinator."""
-        for each in self.elsewhere:
+        for each in self.remote_tenants:
             notice = each.notice(self.now)
             if notice is not None:
                 self.usage.take(notice)
@@ -51,13 +51,11 @@ class Cluster:
             OverloadConfig(max_queue=1000),
             lambda: 100,
             TenantConfig(**limits),  # type: ignore[arg-type]
-            elsewhere=self.elsewhere[index],
+            remote_tenants=self.remote_tenants[index],
         )
 
-    def reserve(
-        self, admission: Admission, place: int, tenant: int, tokens: int = 1
-    ) -> Reservation:
-        return admission.reserve(1, tokens, self.now, place, tenant)
+    def reserve(self, admission: Admission, slot: int, tenant: int, tokens: int = 1) -> Reservation:
+        return admission.reserve(1, tokens, self.now, slot, tenant)
 
 
 def test_a_key_has_one_limit_over_all_nodes() -> None:
@@ -112,18 +110,18 @@ def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_en
 
 def test_only_what_is_new_is_told_and_no_more_than_a_view_holds() -> None:
     cluster = Cluster(1)
-    node, elsewhere = cluster.admission(0, max_sequences_per_key=4), cluster.elsewhere[0]
-    held = [cluster.reserve(node, place, place) for place in range(MAX_TENANTS + 5)]
+    node, remote_tenants = cluster.admission(0, max_sequences_per_key=4), cluster.remote_tenants[0]
+    held = [cluster.reserve(node, slot, slot) for slot in range(MAX_TENANTS + 5)]
     held.append(cluster.reserve(node, MAX_TENANTS + 1, MAX_TENANTS + 1))
-    notice = elsewhere.notice(cluster.now)
+    notice = remote_tenants.notice(cluster.now)
     assert notice is not None
     assert len(notice.tenants) == MAX_TENANTS
     table = cluster.tables[0].name
     assert notice.tenants[0] == TenantUse(table, MAX_TENANTS + 1, 2, 0)
-    assert elsewhere.notice(cluster.now) is None
+    assert remote_tenants.notice(cluster.now) is None
     for each in held:
         each.release()
-    notice = elsewhere.notice(cluster.now)
+    notice = remote_tenants.notice(cluster.now)
     assert notice is not None
     assert notice.tenants == []
 
@@ -132,4 +130,4 @@ def test_a_coordinator_of_the_release_before_is_told_nothing() -> None:
     cluster = Cluster(1)
     cluster.publish(counted=False)
     cluster.reserve(cluster.admission(0, max_sequences_per_key=4), 3, SEARCH)
-    assert cluster.elsewhere[0].notice(cluster.now) is None
+    assert cluster.remote_tenants[0].notice(cluster.now) is None

@@ -30,7 +30,7 @@ def test_the_template_then_the_family_say_how_calls_are_written(
     preset = preset_of(family, "")
     formats = answer_formats(AnswerConfig(), template, shows_tools=shows_tools, preset=preset)
     assert formats.calls is CALL_FORMATS[name]
-    assert formats.tells_tools is tells
+    assert formats.describes_tools is tells
 
 
 def test_the_template_of_llama_4_asks_for_json() -> None:

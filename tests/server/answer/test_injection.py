@@ -1,6 +1,6 @@
 from typing import Any
 
-from server.generate.conversation import told
+from server.generate.conversation import with_tools_as_text
 
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
@@ -12,7 +12,7 @@ def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def test_tools_are_told_of_behind_the_system_message() -> None:
-    turns = told([turn("system", "Be brief."), turn("user", "hello")], [WEATHER])
+    turns = with_tools_as_text([turn("system", "Be brief."), turn("user", "hello")], [WEATHER])
     assert [each["role"] for each in turns] == ["system", "user"]
     assert turns[0]["content"].startswith("Be brief.\n\nYou can call functions.")
     assert '{"type": "function", "function": {"name": "get_weather"}}' in turns[0]["content"]
@@ -20,18 +20,18 @@ def test_tools_are_told_of_behind_the_system_message() -> None:
 
 
 def test_without_a_system_message_there_is_one() -> None:
-    turns = told([turn("user", "hello")], [WEATHER])
+    turns = with_tools_as_text([turn("user", "hello")], [WEATHER])
     assert [each["role"] for each in turns] == ["system", "user"]
 
 
 def test_templates_without_system_messages_get_them_in_the_first_of_the_user() -> None:
-    turns = told([turn("user", "hello")], [WEATHER], in_system=False)
+    turns = with_tools_as_text([turn("user", "hello")], [WEATHER], in_system=False)
     assert [each["role"] for each in turns] == ["user"]
     assert turns[0]["content"].endswith("\n\nhello")
 
 
 def test_calls_and_results_are_texts_and_turns_alternate() -> None:
-    turns = told(
+    turns = with_tools_as_text(
         [
             turn("system", "Be brief."),
             turn("user", "weather?"),
@@ -50,5 +50,5 @@ def test_calls_and_results_are_texts_and_turns_alternate() -> None:
 
 
 def test_messages_of_the_user_that_follow_each_other_stay_apart() -> None:
-    turns = told([turn("user", "one"), turn("user", "two")], [WEATHER])
+    turns = with_tools_as_text([turn("user", "one"), turn("user", "two")], [WEATHER])
     assert [each["content"] for each in turns[1:]] == ["one", "two"]

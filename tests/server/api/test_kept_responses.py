@@ -277,15 +277,15 @@ def events_of(client: openai.OpenAI, id_: str, **more: Any) -> list[Any]:
 def test_events_of_a_response_in_the_background_are_told_again(
     client: openai.OpenAI, other: openai.OpenAI
 ) -> None:
-    told = list(ask(client, "one", background=True, stream=True))
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    assert told[-1].type == "response.completed"
-    id_ = told[0].response.id
+    events = list(ask(client, "one", background=True, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    id_ = events[0].response.id
     for each in (client, other):
-        assert events_of(each, id_) == told
-        for number in range(len(told)):
-            assert events_of(each, id_, starting_after=number) == told[number + 1 :]
-    assert client.responses.retrieve(id_) == told[-1].response
+        assert events_of(each, id_) == events
+        for number in range(len(events)):
+            assert events_of(each, id_, starting_after=number) == events[number + 1 :]
+    assert client.responses.retrieve(id_) == events[-1].response
     with pytest.raises(openai.BadRequestError, match="starting_after"):
         client.get(f"/responses/{id_}?stream=true&starting_after=x", cast_to=dict)
 
@@ -302,9 +302,9 @@ def test_who_hangs_up_can_go_on_listening_at_any_front_end(
     begun = [next(stream) for _ in range(4)]
     stream.close()
     engines.streams[-1].feed(*rest)
-    told = events_of(other, begun[0].response.id, starting_after=begun[-1].sequence_number)
-    assert told[0].sequence_number == 4
-    assert told[-1].response.output_text == "hello world"
+    events = events_of(other, begun[0].response.id, starting_after=begun[-1].sequence_number)
+    assert events[0].sequence_number == 4
+    assert events[-1].response.output_text == "hello world"
 
 
 @pytest.mark.parametrize("config", [HttpConfig(sse_keep_alive=0.2)], indirect=True)
@@ -342,17 +342,17 @@ def test_the_events_of_a_response_that_is_given_up_end(
 
 def test_what_goes_wrong_is_the_last_event(client: openai.OpenAI, engines: Any) -> None:
     engines.script = lambda stream: [*engines.answer("hello world")(stream)[:1], RuntimeError("x")]
-    told = list(ask(client, "one", background=True, stream=True))
-    assert told[-1].type == "error"
-    assert ended(client, made_by(told)).status == "failed"
-    told = list(ask(client, "one", background=True, stream=True, max_output_tokens=10**6))
-    assert [event.type for event in told] == ["response.failed"]
-    assert told[-1].response.error.code == "context_length_exceeded"
-    assert events_of(client, made_by(told)) == told
+    events = list(ask(client, "one", background=True, stream=True))
+    assert events[-1].type == "error"
+    assert ended(client, made_by(events)).status == "failed"
+    events = list(ask(client, "one", background=True, stream=True, max_output_tokens=10**6))
+    assert [event.type for event in events] == ["response.failed"]
+    assert events[-1].response.error.code == "context_length_exceeded"
+    assert events_of(client, made_by(events)) == events
 
 
-def made_by(told: Any) -> str:
-    made: str = next(event.response.id for event in told if hasattr(event, "response"))
+def made_by(events: Any) -> str:
+    made: str = next(event.response.id for event in events if hasattr(event, "response"))
     return made
 
 
@@ -363,9 +363,9 @@ def test_events_of_a_response_whose_process_ended_end_with_its_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.store.service.SILENCE", 0.5)
-    told = list(ask(client, "one", background=True, stream=True))
+    events = list(ask(client, "one", background=True, stream=True))
     backend = new_store().backend
-    record = backend.get("0", made_by(told))
+    record = backend.get("0", made_by(events))
     assert record is not None
     abandoned = msgspec.structs.replace(record, id="resp_" + "c" * 32, status="in_progress")
     backend.put("0", abandoned)
@@ -376,7 +376,7 @@ def test_events_of_a_response_whose_process_ended_end_with_its_failure(
 def test_a_stream_of_kept_events_outlives_a_store_that_fails_for_a_moment(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = list(ask(client, "one", background=True, stream=True))
+    events = list(ask(client, "one", background=True, stream=True))
     progress = SqlBackend.progress
     failures = iter(range(3))
 
@@ -386,10 +386,10 @@ def test_a_stream_of_kept_events_outlives_a_store_that_fails_for_a_moment(
         return progress(self, tenant, id_, after)
 
     monkeypatch.setattr(SqlBackend, "progress", failing)
-    assert events_of(client, made_by(told)) == told
+    assert events_of(client, made_by(events)) == events
     failures = iter(range(1000))
     monkeypatch.setattr("server.api.responses.journal._MAX_FAILURES", 2)
-    (last,) = events_of(client, made_by(told))
+    (last,) = events_of(client, made_by(events))
     assert (last.type, last.code) == ("error", "server_error")
 
 
@@ -403,10 +403,10 @@ def test_only_what_was_made_in_the_background_has_events(client: openai.OpenAI) 
 def test_of_too_many_events_the_last_is_kept(
     client: openai.OpenAI, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.api.responses.journal.MAX_KEPT_EVENTS", 10)
-    told = list(ask(client, "one", background=True, stream=True))
-    assert told[-1].type == "response.completed"
-    assert told[-1].response.output_text == "hello world"
+    monkeypatch.setattr("server.api.responses.journal.MAX_STORED_EVENTS", 10)
+    events = list(ask(client, "one", background=True, stream=True))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == "hello world"
 
 
 @pytest.mark.parametrize("config", [GuardConfig(api_key=("secret", "another"))], indirect=True)

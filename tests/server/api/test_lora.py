@@ -10,9 +10,9 @@ from engine.shared.config import MAX_NAME_SIZE
 from engine.shared.messages import (
     AdapterEntry,
     AdapterOutcome,
-    AdapterSheet,
     AdaptersInUse,
     AdaptersView,
+    AdapterTable,
 )
 from server.api.admin.schema import MAX_PATH_SIZE
 from server.config import FrontEndConfig, GuardConfig
@@ -26,7 +26,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 def engines(engines: FakeGenerationClient) -> FakeGenerationClient:
     """Fake engines with an adapter named sql."""
     entry = AdapterEntry(1, "sql", "/adapters/sql", "ab12", "serving")
-    engines.adapters.take(AdaptersView(AdapterSheet(1, [entry])))
+    engines.adapters.take(AdaptersView(AdapterTable(1, [entry])))
     return engines
 
 
@@ -147,7 +147,7 @@ def test_an_adapter_with_the_models_own_name_does_not_shadow_it(
     http: Any, engines: FakeGenerationClient
 ) -> None:
     entry = AdapterEntry(2, "tiny", "/x", "cd34", "serving")
-    engines.adapters.take(AdaptersView(AdapterSheet(2, [entry])))
+    engines.adapters.take(AdaptersView(AdapterTable(2, [entry])))
     http.complete(model="tiny")
     assert engines.streams[-1].adapter == ""
     listed = [each["id"] for each in http.get("/v1/models").json()["data"]]

@@ -216,8 +216,8 @@ def test_reasoning_is_shown_by_the_names_that_are_wanted(
     assert names == {name for name in message if name.startswith("reasoning")}
     chunks = http.stream("/v1/chat/completions", fields)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    told = {name for delta in deltas for name in delta if name.startswith("reasoning")}
-    assert told == names
+    shown = {name for delta in deltas for name in delta if name.startswith("reasoning")}
+    assert shown == names
     for name in names:
         assert "".join(delta.get(name, "") for delta in deltas) == "hello"
 
@@ -237,10 +237,10 @@ def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer
 def test_the_first_chunk_tells_the_prompt(http: Any, engines: Any, options: Any) -> None:
     body = {"messages": [USER], "return_token_ids": True, "stream_options": options, "n": 2}
     chunks = [c for c in http.stream("/v1/chat/completions", body) if c["choices"]]
-    told = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
-    assert [chunk["choices"][0]["index"] for chunk in told] == [0, 1]
-    assert all(c["prompt_token_ids"] == engines.streams[-1].prompt_token_ids for c in told)
-    assert all(chunk["choices"][0]["delta"].get("role") for chunk in told)
+    shown = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
+    assert [chunk["choices"][0]["index"] for chunk in shown] == [0, 1]
+    assert all(c["prompt_token_ids"] == engines.streams[-1].prompt_token_ids for c in shown)
+    assert all(chunk["choices"][0]["delta"].get("role") for chunk in shown)
     assert all(("usage" in chunk) == (options is not None) for chunk in chunks)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.shared.messages import PUSHED, FleetWish, UtilityResult, WeightsSource
+from engine.shared.messages import PUSHED, FleetRequest, UtilityResult, WeightsSource
 from server.api.admin.schema import InitInfo, UpdateInfo
 from server.api.admin.trainer import _Transfer
 from server.errors import ApiError
@@ -27,15 +27,15 @@ class Engines:
         self.phases = dict.fromkeys(self.weights, "joined")
         self.places = dict[int, int]()
         self.is_open = False
-        self.orders: list[FleetWish] = []
+        self.orders: list[FleetRequest] = []
         self.calls: list[str] = []
         self._failing = failing
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         pass
 
-    async def order_fleet(self, wish: FleetWish, within: float = 0) -> list[UtilityResult]:
-        self.orders.append(wish)
+    async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:
+        self.orders.append(request)
         return []
 
     async def call_utility(
@@ -152,7 +152,7 @@ def test_all_compute_with_what_came_and_give_up_what_was_before(
     engines = Engines()
     asyncio.run(transfer(engines).finish(named))
     assert versions(engines) == {version}
-    assert [wish.weights for wish in engines.orders] == [WeightsSource(PUSHED, None, version)]
+    assert [request.weights for request in engines.orders] == [WeightsSource(PUSHED, None, version)]
     assert engines.calls[-1] == "settle_weights"
     assert not engines.have_left
 

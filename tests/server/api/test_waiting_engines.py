@@ -9,29 +9,29 @@ import pytest
 from engine.shared.messages import ControlRequest, ControlStatus
 from server.api import meta
 from server.config import FrontEndConfig
-from server.control import SupervisorSilent
+from server.control import SupervisorTimeout
 
 
-class MadeUpControl:
+class FakeControl:
     """A supervisor that sends this answer, none, or one too late."""
 
     def __init__(self, status: ControlStatus | None, *, may_wait: bool = True) -> None:
         self.engines_may_wait = may_wait
         self._status = status
 
-    async def ask(self, _request: ControlRequest) -> ControlStatus:
+    async def call(self, _request: ControlRequest) -> ControlStatus:
         if self._status is None:
-            raise SupervisorSilent
+            raise SupervisorTimeout
         return self._status
 
 
-class LateControl(MadeUpControl):
-    async def ask(self, _request: ControlRequest) -> ControlStatus:
+class LateControl(FakeControl):
+    async def call(self, _request: ControlRequest) -> ControlStatus:
         await asyncio.Event().wait()
         raise AssertionError
 
 
-def exposed(control: MadeUpControl | None) -> str:
+def exposed(control: FakeControl | None) -> str:
     services: Any = SimpleNamespace(config=FrontEndConfig(), names=("tiny",), control=control)
     return asyncio.run(meta.waiting_engines(services)).decode()
 
@@ -41,7 +41,7 @@ def status(**waiting: str) -> ControlStatus:
 
 
 def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
-    text = exposed(MadeUpControl(status(**{"1": "GPU", "2": "CPU, GPU"})))
+    text = exposed(FakeControl(status(**{"1": "GPU", "2": "CPU, GPU"})))
     first, second = text.splitlines()[2:]
     assert first.startswith('swell_engine_waiting_for_resources{engine="1",model_name="')
     assert first.endswith(',resources="GPU"} 1.0')
@@ -52,9 +52,9 @@ def test_nothing_is_shown_if_none_waits_or_nobody_tells(monkeypatch: pytest.Monk
     monkeypatch.setattr(meta, "WITHIN", 0.001)
     for control in (
         None,
-        MadeUpControl(status()),
-        MadeUpControl(status(**{"1": "GPU"}), may_wait=False),
-        MadeUpControl(None),
+        FakeControl(status()),
+        FakeControl(status(**{"1": "GPU"}), may_wait=False),
+        FakeControl(None),
         LateControl(None),
     ):
         assert exposed(control) == ""

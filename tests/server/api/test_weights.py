@@ -8,7 +8,7 @@ import pytest
 from engine.shared.messages import (
     ClusterView,
     EngineEntry,
-    FleetWish,
+    FleetRequest,
     UtilityResult,
     WeightsSource,
 )
@@ -26,7 +26,7 @@ class Engines:
         self.weights = dict.fromkeys(range(3), OLD)
         self.updates = dict.fromkeys(range(3), 0)
         self.calls: list[tuple[int, str]] = []
-        self.orders: list[FleetWish] = []
+        self.orders: list[FleetRequest] = []
         self.least_serving = 3
         self._failing = failing
         self._dying = dying
@@ -34,11 +34,11 @@ class Engines:
         entries = [EngineEntry(rank, 1, True, "", 0, None, None) for rank in range(3)]
         self.view = ClusterView(1, 1, 0, True, entries, 1)
 
-    def check_takes_requests(self) -> None:
+    def check_accepts_requests(self) -> None:
         pass
 
-    async def order_fleet(self, wish: FleetWish, within: float = 0) -> list[UtilityResult]:
-        self.orders.append(wish)
+    async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:
+        self.orders.append(request)
         return []
 
     async def call_utility(
@@ -92,7 +92,7 @@ def test_all_engines_and_those_to_come_get_the_weights(rolling: bool) -> None:
     engines = Engines()
     assert update(engines, rolling=rolling) == [0, 1, 2]
     assert set(engines.weights.values()) == {NEW}
-    assert [wish.weights for wish in engines.orders] == [NEW]
+    assert [request.weights for request in engines.orders] == [NEW]
     assert engines.least_serving == (2 if rolling else 3)
 
 
@@ -138,7 +138,7 @@ def test_of_two_updates_at_a_time_one_is_refused_or_both_and_all_engines_agree(
 def test_an_order_that_is_not_taken_is_taken_back_everywhere() -> None:
     engines = Engines()
 
-    async def silent(wish: FleetWish, within: float = 0) -> list[UtilityResult]:
+    async def silent(request: FleetRequest, within: float = 0) -> list[UtilityResult]:
         raise NoEngineAvailable("the coordinator has not taken the order")
 
     engines.order_fleet = silent  # type: ignore[method-assign]

@@ -120,7 +120,7 @@ def everywhere(
     store.close()
 
 
-def told(answer: httpx.Response, path: str) -> str:
+def response_text(answer: httpx.Response, path: str) -> str:
     """Return the field that an error names; /v1/messages has it only in the text."""
     error = answer.json()["error"]
     return str(error["message"]) if path.startswith("/v1/messages") else str(error["param"])
@@ -137,7 +137,7 @@ def test_with_keys_nobody_chooses_an_engine(everywhere: Any, engines: Any) -> No
     for name, ask in everywhere().asks():
         answer = ask(headers=ANN | {"X-data-parallel-rank": "1"})
         assert answer.status_code == 403, name
-        assert "X-data-parallel-rank" in told(answer, name)
+        assert "X-data-parallel-rank" in response_text(answer, name)
         assert engines.streams == [], name
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(everywhere: Any) ->
             assert answer.status_code == 200
             continue
         assert answer.status_code == 400, name
-        assert "X-data-parallel-rank" in told(answer, name)
+        assert "X-data-parallel-rank" in response_text(answer, name)
         assert "retry-after" not in answer.headers
 
 
@@ -167,7 +167,7 @@ def test_with_keys_only_the_operator_gives_priorities(everywhere: Any, engines: 
     for name, ask in everywhere().asks(priority=-5):
         answer = ask()
         assert answer.status_code == 400, name
-        assert "priority" in told(answer, name)
+        assert "priority" in response_text(answer, name)
         assert engines.streams == [], name
 
 
@@ -215,9 +215,9 @@ def test_hidden_counts_of_cached_tokens_are_told_nowhere(everywhere: Any, stream
         for name, ask in everywhere(hide_cached_tokens=hides).asks(**fields):
             text = ask().text
             lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-            told = [json.loads(each) for each in (lines or [text]) if each]
+            response_text = [json.loads(each) for each in (lines or [text]) if each]
             path = name.split()[0]
-            shown[path] = max([shown.get(path, 0), *counts(told)])
+            shown[path] = max([shown.get(path, 0), *counts(response_text)])
         if hides:
             assert set(shown.values()) == {0}, shown
         else:

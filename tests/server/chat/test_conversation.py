@@ -27,9 +27,9 @@ def _delta(reason: str | None = None, **delta: str) -> dict[str, Any]:
 
 def test_a_request_holds_the_system_prompt_and_all_turns() -> None:
     conversation = Conversation("Be brief.")
-    conversation.say("one")
+    conversation.add_user("one")
     conversation.answered("1")
-    conversation.say("two")
+    conversation.add_user("two")
     body = conversation.body("m", ChatSection(max_tokens=5, temperature=0))
     assert [(m["role"], m["content"]) for m in body["messages"]] == [
         ("system", "Be brief."),
@@ -43,7 +43,7 @@ def test_a_request_holds_the_system_prompt_and_all_turns() -> None:
 
 def test_a_question_without_an_answer_is_taken_back() -> None:
     conversation = Conversation(None)
-    conversation.say("one")
+    conversation.add_user("one")
     conversation.answered("")
     assert conversation.messages == []
 

@@ -37,7 +37,7 @@ async def end_a_child(end: Callable[[Child], None]) -> None:
     grandchild = psutil.Process(int(await process.stdout.readline()))
     ours, theirs = socket.socketpair()
     child = Child("engine 0", process, ours)
-    child.follow(Program(name="engine 0", module="", launch=None, on_status=print, on_line=print))
+    child.attach(Program(name="engine 0", module="", launch=None, on_status=print, on_line=print))
     end(child)
     await child.wait()
     theirs.close()

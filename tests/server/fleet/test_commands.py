@@ -47,9 +47,9 @@ def test_on_several_nodes_places_that_are_not_filled_are_shown_by_node() -> None
 def test_the_summary_counts_engines_that_wait_by_what_is_missing() -> None:
     cluster = {"version": "1", "models": ["m"], "num_front_ends": 1, "engines": [engine(0)]}
     phases = {"0": "ready", "1": "waiting for 1 GPU", "2": "waiting for 1 GPU"}
-    told = fleet(phases, hosts={}, waiting={"1": "GPU", "2": "GPU"})
-    rows = engine_rows(cluster, told)
-    assert _summary(cluster, told, rows).endswith(
+    status = fleet(phases, hosts={}, waiting={"1": "GPU", "2": "GPU"})
+    rows = engine_rows(cluster, status)
+    assert _summary(cluster, status, rows).endswith(
         "1 of 2 engines ready, 1 API servers, 2 wait for GPU"
     )
 

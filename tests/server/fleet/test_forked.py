@@ -9,10 +9,13 @@ from engine.shared.config.execution import ExecutorConfig
 from engine.shared.config.model import ModelConfig
 from server.config import ServeConfig
 from server.config.fleet import RayConfig, SupervisorConfig
-from server.fleet.forking import Forked, forked
+from server.fleet.forking import ForkableKinds, forkable_kinds
 
-BOTH, NEITHER = Forked(engines=True, front_ends=True), Forked(engines=False, front_ends=False)
-FRONT_ENDS = Forked(engines=False, front_ends=True)
+BOTH, NEITHER = (
+    ForkableKinds(engines=True, front_ends=True),
+    ForkableKinds(engines=False, front_ends=False),
+)
+FRONT_ENDS = ForkableKinds(engines=False, front_ends=True)
 
 
 def choose(
@@ -22,9 +25,9 @@ def choose(
     can_fork: bool = True,
     devices: int = 0,
     **sections: Any,
-) -> Forked:
+) -> ForkableKinds:
     engine = EngineConfig(**sections)
-    return forked(config, [engine] * engines, can_fork=can_fork, devices=devices)
+    return forkable_kinds(config, [engine] * engines, can_fork=can_fork, devices=devices)
 
 
 def test_engines_and_front_ends_are_forked_by_default() -> None:
@@ -40,7 +43,7 @@ def test_nothing_is_forked_where_the_operator_or_the_system_does_not_want_it() -
 def test_one_process_of_a_kind_loads_its_libraries_itself() -> None:
     one = ServeConfig(supervisor=SupervisorConfig(api_server_count=1))
     assert choose(one, engines=1) == NEITHER
-    assert choose(one) == Forked(engines=True, front_ends=False)
+    assert choose(one) == ForkableKinds(engines=True, front_ends=False)
     assert choose(engines=0) == FRONT_ENDS
 
 

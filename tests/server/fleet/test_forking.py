@@ -73,7 +73,7 @@ class Place:
             on_status=template.on_status,
             on_line=lambda line: None,
         )
-        await template.begin(program, None)
+        await template.load(program, None)
         return template
 
     async def start(self, template: Template, number: int = 1, **more: int) -> Child:
@@ -244,7 +244,7 @@ async def run():
         name="template", module="forked_one_template", launch=None,
         on_status=template.on_status, on_line=print,
     )
-    await template.begin(program, None)
+    await template.load(program, None)
     print(template.pid, flush=True)
     await asyncio.Event().wait()
 

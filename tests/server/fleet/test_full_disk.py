@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.shared.node_directory import NodeDirectory
 from server.config import ServeConfig, SupervisorConfig
-from server.fleet.places import front_end_roles
+from server.fleet.roles import front_end_roles
 from tests.support.disks import fill, small_disk
 from tests.support.waiting import PATIENCE
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 directory = Path(sys.argv[1])
 os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory / "metrics")
-from server.access.admission_table import PLACES, AdmissionTable
+from server.access.admission_table import TENANT_SLOTS, AdmissionTable
 from server.config import FrontEndConfig
 from server.observe.metrics import FrontEndMetrics
 from server.router.load_table import MAX_ENGINES, LoadTable, Sent
@@ -25,8 +25,8 @@ loads = LoadTable(directory / "loads", 0)
 for rank in range(MAX_ENGINES):
     loads.publish(rank, Sent(1, 1, 1, 1))
 table = AdmissionTable(directory / "admission", 0)
-for place in range(PLACES):
-    table.add(1, 1, place)
+for slot in range(TENANT_SLOTS):
+    table.add(1, 1, slot)
 metrics = FrontEndMetrics(FrontEndConfig(), 0)
 for number in range(2000):
     metrics.count("http_requests", f"/{number}", 200)

@@ -9,31 +9,31 @@ from engine.shared.config import ClusterConfig, ExecutorConfig, ParallelConfig
 from server.config import NodesConfig, RayConfig, ServeConfig
 from server.fleet.backend import BadNode, check_span, joining
 from server.fleet.node_resources import engine_capacity, visible_devices
-from server.fleet.places import engine_role
+from server.fleet.roles import engine_role
 from server.router.load_table import MAX_ENGINES
 
 LOCAL = "ipc:///tmp/x/coordinator"
 
 
 def test_a_node_alone_numbers_its_engines_itself() -> None:
-    config, leads, is_alone, _ = joining(ServeConfig(), LOCAL)
-    assert (leads, is_alone) == (True, True)
+    config, leads, is_single_node, _ = joining(ServeConfig(), LOCAL)
+    assert (leads, is_single_node) == (True, True)
     assert config.cluster.coordinator_address == LOCAL
     assert engine_role(config, 1).member == ("engine", 1)
 
 
 def test_a_head_listens_where_other_nodes_find_it_and_leaves_ranks_to_the_coordinator() -> None:
     nodes = NodesConfig(data_parallel_address="localhost", data_parallel_rpc_port=29550)
-    config, leads, is_alone, _ = joining(ServeConfig(nodes=nodes), LOCAL)
-    assert (leads, is_alone) == (True, False)
+    config, leads, is_single_node, _ = joining(ServeConfig(nodes=nodes), LOCAL)
+    assert (leads, is_single_node) == (True, False)
     assert config.cluster.coordinator_address == "tcp://127.0.0.1:29550"
     assert engine_role(config, 1).member == ("engine", -1)
 
 
 def test_a_headless_node_joins_the_head_with_engines_only() -> None:
     nodes = NodesConfig(data_parallel_address="head.example", headless=True)
-    config, leads, is_alone, _ = joining(ServeConfig(nodes=nodes), LOCAL)
-    assert (leads, is_alone) == (False, False)
+    config, leads, is_single_node, _ = joining(ServeConfig(nodes=nodes), LOCAL)
+    assert (leads, is_single_node) == (False, False)
     assert config.cluster.coordinator_address == "tcp://head.example:7550"
     assert config.supervisor.api_server_count == 0
     assert config.cluster.join_timeout == config.supervisor.startup_timeout == 600
@@ -85,9 +85,9 @@ def test_a_node_has_room_for_as_many_engines_as_it_has_devices_for(
 ) -> None:
     assert engine_capacity(ServeConfig(parallel=parallel), devices) == capacity
     simulated = ServeConfig(parallel=parallel, executor=ExecutorConfig(executor="simulated"))
-    told = parallel.engines_on_node
-    outside = parallel.data_parallel_lb == "external" or not told
-    assert engine_capacity(simulated, devices) == (told if outside else MAX_ENGINES)
+    configured = parallel.engines_on_node
+    outside = parallel.data_parallel_lb == "external" or not configured
+    assert engine_capacity(simulated, devices) == (configured if outside else MAX_ENGINES)
 
 
 SPAN = ParallelConfig(

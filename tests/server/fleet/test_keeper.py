@@ -46,7 +46,7 @@ def holds_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
 for _ in range(2):
     time.sleep(0.5)
-    lifeline.turn()
+    lifeline.heartbeat()
 holds_the_lock()
 """
 
@@ -57,7 +57,7 @@ from engine.shared.lifeline import Lifeline
 lifeline = Lifeline.from_environment()
 lifeline.ready("it serves")
 for turn in itertools.count():
-    lifeline.turn()
+    lifeline.heartbeat()
     print(turn, flush=True)
     time.sleep(0.2)
 """
@@ -65,8 +65,8 @@ for turn in itertools.count():
 
 def pid_of(role: Role) -> int:
     """Return the process id in a slot."""
-    assert isinstance(role.holder, Child)
-    return role.holder.pid
+    assert isinstance(role.handle, Child)
+    return role.handle.pid
 
 
 @pytest.fixture
@@ -92,21 +92,21 @@ def keeper(
 
 async def stop(kept: Keeper, role: Role) -> None:
     await kept.release(role)
-    if role.holder is not None and role.holder.alive:
-        role.holder.kill()
-        await role.holder.wait()
+    if role.handle is not None and role.handle.alive:
+        role.handle.kill()
+        await role.handle.wait()
 
 
 async def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
     role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = keeper()
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert role.holder is not None
+    assert role.handle is not None
     first = pid_of(role)
-    role.holder.kill()
+    role.handle.kill()
     await until_async(lambda: role.phase == "waiting to be started", "it waits")
     monkeypatch.undo()
     await until_async(role.ready.is_set, "it is ready")
@@ -119,7 +119,7 @@ async def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
 ) -> None:
     kept = keeper()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    kept.fill(role)
+    kept.keep(role)
     with pytest.raises(StartupFailed, match=r"sleeper cannot be started.*No such file"):
         await kept.until_ready([role])
     await stop(kept, role)
@@ -143,11 +143,11 @@ async def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) 
     kills: list[int] = []
 
     kept = keeper(prepare=prepare)
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
-    assert role.holder is not None
+    assert role.handle is not None
     kills.append(pid_of(role))
-    role.holder.kill()
+    role.handle.kill()
     await until_async(lambda: not role.ready.is_set(), "its death is seen")
     await until_async(role.ready.is_set, "it is ready")
     assert not failures
@@ -163,11 +163,11 @@ def test_children_need_no_threads_that_there_may_be_no_memory_for(
     async def run() -> None:
         kept = keeper()
         monkeypatch.setattr(threading.Thread, "start", no_memory)
-        kept.fill(role)
+        kept.keep(role)
         await kept.until_ready([role])
         await stop(kept, role)
-        assert role.holder is not None
-        assert not role.holder.alive
+        assert role.handle is not None
+        assert not role.handle.alive
 
     watch_children_without_threads()
     asyncio.run(run())
@@ -182,12 +182,12 @@ async def test_an_error_around_a_death_does_not_end_a_place(
         raise ValueError("nobody expected this")
 
     kept = keeper(report_death)
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
-    assert role.holder is not None
+    assert role.handle is not None
     first = pid_of(role)
-    role.holder.kill()
-    await until_async(lambda: role.holder is not None and pid_of(role) != first, "another")
+    role.handle.kill()
+    await until_async(lambda: role.handle is not None and pid_of(role) != first, "another")
     await until_async(role.ready.is_set, "it is ready")
     await stop(kept, role)
     assert "nobody expected this" in caplog.text
@@ -207,7 +207,7 @@ async def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
     monkeypatch.setattr("server.fleet.keeper.relay_line", fail)
 
     kept = keeper()
-    kept.fill(role)
+    kept.keep(role)
     await until_async(lambda: role.phase == "all is written", "all is written")
     await stop(kept, role)
     assert "cannot be shown" in caplog.text
@@ -254,12 +254,12 @@ async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -
 
     kept = keeper()
     scaling = EngineScaler(
-        kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_alone=True
+        kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_single=True
     )
     status = scaling.handle(ScaleEngines(2))
     assert status.error == "an engine that spans nodes (--nnodes) is the only one"
     assert (status.busy, status.engines) == (False, {"0": role.phase})
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
     task = asyncio.create_task(scaling.run())
     scaling.handle(RestartEngines())
@@ -287,7 +287,7 @@ async def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role
     kept = keeper(prepare=prepare)
     engines = {rank: make(rank) for rank in range(2)}
     for engine in engines.values():
-        kept.fill(engine)
+        kept.keep(engine)
     await kept.until_ready([*engines.values()])
     first = [pid_of(engine) for engine in engines.values()]
     scaling = EngineScaler(kept, engines, make, retire_within=PATIENCE, start_within=PATIENCE)
@@ -314,13 +314,13 @@ async def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
     scaling = scaler(kept, {0: served}, lambda _: role)
     task = asyncio.create_task(scaling.run())
     scaling.handle(ScaleEngines(2))
-    await until_async(lambda: role.holder is not None, "it is started")
+    await until_async(lambda: role.handle is not None, "it is started")
     scaling.handle(ScaleEngines(1))
     await until_async(lambda: not scaling.handle(ControlQuery()).busy, "the wait ends")
     status = scaling.handle(ControlQuery())
     assert (status.engines, status.error) == ({"0": "starting"}, None)
-    assert role.holder is not None
-    assert not role.holder.alive
+    assert role.handle is not None
+    assert not role.handle.alive
     task.cancel()
 
 
@@ -332,9 +332,9 @@ async def test_a_process_that_hangs_prints_where_and_is_replaced(
     role.launch = lambda _: replaced.append(dict(role.replaced))
 
     kept = keeper(hang_timeout=2.0)
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
-    hung = role.holder
+    hung = role.handle
     assert hung is not None
     first = pid_of(role)
     await until_async(lambda: pid_of(role) != first, "it is replaced")
@@ -349,21 +349,21 @@ async def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
     (tmp_path / "sleeper.py").write_text(TURNS)
 
     kept = keeper(hang_timeout=3.0)
-    kept.fill(role)
+    kept.keep(role)
     await kept.until_ready([role])
-    holder = role.holder
-    assert holder is not None
+    handle = role.handle
+    assert handle is not None
 
     def turns() -> int:
-        return int(holder.last_lines[-1]) if holder.last_lines else 0
+        return int(handle.last_lines[-1]) if handle.last_lines else 0
 
-    await until_async(lambda: role.turned_at is not None and turns(), "it turns")
+    await until_async(lambda: role.last_heartbeat_at is not None and turns(), "it turns")
     first = pid_of(role)
     os.kill(first, signal.SIGSTOP)
     await asyncio.sleep(5.0)
     os.kill(first, signal.SIGCONT)
     before = turns()
-    await until_async(lambda: turns() > before + 5 or not holder.alive, "it turns again")
+    await until_async(lambda: turns() > before + 5 or not handle.alive, "it turns again")
     assert pid_of(role) == first
-    assert holder.alive
+    assert handle.alive
     await stop(kept, role)

@@ -42,19 +42,19 @@ def test_a_wish_is_repeated_until_all_nodes_have_taken_it() -> None:
     again = me.tick(OWN, 1.0)
     assert first is not None
     assert again is not None
-    assert first.wish == again.wish
-    assert first.wish is not None
-    assert first.wish.size == 5
-    me.receive(NodeOrder([node("head", 3), node("other", 2)], you=0, busy=False))
+    assert first.request == again.request
+    assert first.request is not None
+    assert first.request.size == 5
+    me.receive(NodeOrder([node("head", 3), node("other", 2)], recipient=0, busy=False))
     assert me.handle(ControlQuery(), OWN).busy
-    heard = NodeOrder([node("head", 3), node("other", 2)], 0, False, None, first.wish.number)
+    heard = NodeOrder([node("head", 3), node("other", 2)], 0, False, None, first.request.number)
     me.receive(heard)
     status = me.handle(ControlQuery(), ControlStatus(3, dict(OWN.engines), busy=False))
     assert not status.busy
     assert status.data_parallel_size == 5
     report = me.tick(OWN, 2.0)
     assert report is not None
-    assert report.wish is None
+    assert report.request is None
 
 
 def test_an_assignment_is_taken_once() -> None:
@@ -71,7 +71,7 @@ def test_an_assignment_is_taken_once() -> None:
 def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
     me = scaling()
     broken = NodeEngines("other", 1, 8, {"0": "loading"}, busy=True, error="no memory")
-    me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], you=1, busy=True))
+    me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], recipient=1, busy=True))
     status = me.handle(ControlQuery(), OWN)
     assert [each.name for each in status.nodes] == ["other", "head", "other#2"]
     assert status.data_parallel_size == 4
@@ -88,7 +88,7 @@ def test_sizes_that_no_cluster_can_have_are_refused_at_once() -> None:
         assert f"not {size}" in str(me.handle(ScaleEngines(size), OWN).error)
     report = me.tick(OWN, 0.0)
     assert report is not None
-    assert report.wish is None
+    assert report.request is None
 
 
 def test_a_refused_node_says_so_instead_of_waiting_for_ever() -> None:

@@ -23,9 +23,9 @@ from server.config import ServeConfig
 from server.config.fleet import SupervisorConfig
 from server.fleet.backend import CannotServe, ProcessBackend
 from server.fleet.child import Child, Program
-from server.fleet.node_resources import of_engine_alone, plan_cpus
-from server.fleet.places import coordinator_role, front_end_roles
+from server.fleet.node_resources import of_standalone_engine, plan_cpus
 from server.fleet.ray.needs import engine_config
+from server.fleet.roles import coordinator_role, front_end_roles
 from tests.support.waiting import PATIENCE
 
 TWO_NODES = Topology((tuple((cpu,) for cpu in range(32)), tuple((cpu,) for cpu in range(32, 64))))
@@ -85,7 +85,7 @@ def test_an_engine_without_a_supervisor_takes_its_own(number: int, bind: str, ow
         executor=ExecutorConfig(cpu_bind=bind),
         model=ModelConfig(device="cpu"),
     )
-    assert of_engine_alone(config).executor.cpu_bind == own
+    assert of_standalone_engine(config).executor.cpu_bind == own
 
 
 @pytest.mark.usefixtures("large_machine")
@@ -119,7 +119,10 @@ def test_a_machine_without_a_plan_is_not_looked_at(monkeypatch: pytest.MonkeyPat
 
 
 def test_engines_on_ray_are_not_bound() -> None:
-    assert engine_config(EngineConfig(), gpus=False, most_on_node=1).executor.cpu_bind == "none"
+    assert (
+        engine_config(EngineConfig(), gpus=False, max_engines_per_node=1).executor.cpu_bind
+        == "none"
+    )
 
 
 @pytest.mark.slow  # starts a process

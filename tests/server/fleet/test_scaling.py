@@ -5,29 +5,34 @@ import asyncio
 import pytest
 
 from server.fleet.keeper import MAX_BACKOFF, Role, StartupFailed
-from server.fleet.scaling import LEAVE_AFTER, REPLACED_OF, EngineScaler, NodeApiServers
+from server.fleet.scaling import (
+    IDLE_NODE_TIMEOUT,
+    REPLACEMENT_DIVISOR,
+    EngineScaler,
+    NodeApiServers,
+)
 from tests.support.waiting import until_async
 
 
-class MadeUpHolder:
+class FakeHandle:
     def __init__(self, node: str) -> None:
         self.node = node
 
 
-class MadeUpKeeper:
-    """Records filled and retired slots."""
+class FakeKeeper:
+    """Records kept and retired slots."""
 
     def __init__(self) -> None:
-        self.filled: list[str] = []
+        self.kept: list[str] = []
         self.retired: list[str] = []
         self.may_retire = asyncio.Event()
         self.refuses: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def fill(self, role: Role) -> None:
-        self.filled.append(role.name)
-        role.keeping = asyncio.create_task(self._keep(role))
-        self._tasks.append(role.keeping)
+    def keep(self, role: Role) -> None:
+        self.kept.append(role.name)
+        role.keep_task = asyncio.create_task(self._keep_running(role))
+        self._tasks.append(role.keep_task)
 
     async def close(self) -> None:
         """Cancel all tasks and retrieve their exceptions, which asyncio would log otherwise."""
@@ -35,7 +40,7 @@ class MadeUpKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, role: Role) -> None:
+    async def _keep_running(self, role: Role) -> None:
         if role.name in self.refuses:
             raise StartupFailed(f"{role.name}: taken")
         await asyncio.Event().wait()
@@ -50,7 +55,7 @@ class Scene:
     """Engines on nodes, and the slots kept for them."""
 
     def __init__(self) -> None:
-        self.keeper = MadeUpKeeper()
+        self.keeper = FakeKeeper()
         self.engines: dict[int, Role] = {}
         self.servers = NodeApiServers(
             self.keeper,  # type: ignore[arg-type]
@@ -64,7 +69,7 @@ class Scene:
         self.engines.clear()
         for rank, node in enumerate(nodes):
             role = place(f"engine {rank}")
-            role.holder = MadeUpHolder(node)  # type: ignore[assignment]
+            role.handle = FakeHandle(node)  # type: ignore[assignment]
             self.engines[rank] = role
 
 
@@ -79,25 +84,25 @@ def scene() -> Scene:
 
 async def test_each_node_with_engines_gets_one_except_the_supervisors(scene: Scene) -> None:
     scene.put("head", "a", "a", "b", "")
-    scene.servers.look(0.0)
-    scene.servers.look(1.0)
-    assert sorted(scene.keeper.filled) == ["a", "b"]
+    scene.servers.update(0.0)
+    scene.servers.update(1.0)
+    assert sorted(scene.keeper.kept) == ["a", "b"]
     await scene.keeper.close()
 
 
 async def test_a_node_keeps_it_while_an_engine_is_only_started_again(scene: Scene) -> None:
     scene.put("a")
-    scene.servers.look(0.0)
+    scene.servers.update(0.0)
     scene.put("")
-    scene.servers.look(LEAVE_AFTER)
+    scene.servers.update(IDLE_NODE_TIMEOUT)
     scene.put("a")
-    scene.servers.look(LEAVE_AFTER + 1)
+    scene.servers.update(IDLE_NODE_TIMEOUT + 1)
     scene.put()
     scene.keeper.may_retire.set()
-    scene.servers.look(2 * LEAVE_AFTER)
+    scene.servers.update(2 * IDLE_NODE_TIMEOUT)
     await asyncio.sleep(0)
     assert scene.keeper.retired == []
-    scene.servers.look(2 * LEAVE_AFTER + 2)
+    scene.servers.update(2 * IDLE_NODE_TIMEOUT + 2)
     await until_async(lambda: not scene.servers.roles, "it leaves")
     assert scene.keeper.retired == ["a"]
     await scene.keeper.close()
@@ -105,31 +110,31 @@ async def test_a_node_keeps_it_while_an_engine_is_only_started_again(scene: Scen
 
 async def test_engines_that_come_back_while_it_drains_get_another_one(scene: Scene) -> None:
     scene.put("a")
-    scene.servers.look(0.0)
+    scene.servers.update(0.0)
     scene.put()
-    scene.servers.look(LEAVE_AFTER + 1)
+    scene.servers.update(IDLE_NODE_TIMEOUT + 1)
     scene.put("a")
-    scene.servers.look(LEAVE_AFTER + 2)
-    assert scene.keeper.filled == ["a"]
+    scene.servers.update(IDLE_NODE_TIMEOUT + 2)
+    assert scene.keeper.kept == ["a"]
     scene.keeper.may_retire.set()
     await until_async(lambda: not scene.servers.roles, "it leaves")
-    scene.servers.look(LEAVE_AFTER + 3)
-    assert scene.keeper.filled == ["a", "a"]
+    scene.servers.update(IDLE_NODE_TIMEOUT + 3)
+    assert scene.keeper.kept == ["a", "a"]
     await scene.keeper.close()
 
 
 async def test_one_that_cannot_start_is_tried_again_later(scene: Scene) -> None:
     scene.keeper.refuses = {"a"}
     scene.put("a", "b")
-    scene.servers.look(0.0)
+    scene.servers.update(0.0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    scene.servers.look(1.0)
+    scene.servers.update(1.0)
     assert set(scene.servers.roles) == {"b"}
-    scene.servers.look(MAX_BACKOFF)
-    assert scene.keeper.filled.count("a") == 1
-    scene.servers.look(MAX_BACKOFF + 1)
-    assert scene.keeper.filled.count("a") == 2
+    scene.servers.update(MAX_BACKOFF)
+    assert scene.keeper.kept.count("a") == 1
+    scene.servers.update(MAX_BACKOFF + 1)
+    assert scene.keeper.kept.count("a") == 2
     await scene.keeper.close()
 
 
@@ -144,7 +149,7 @@ class Replacing:
         self._away: set[str] = set()
         self._fails = fails
 
-    def fill(self, role: Role) -> None:
+    def keep(self, role: Role) -> None:
         pass
 
     async def retire(self, role: Role, within: float) -> None:
@@ -182,7 +187,13 @@ async def replace_all(scaler: EngineScaler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "away"), [(2, 1), (REPLACED_OF, 1), (2 * REPLACED_OF, 2), (5 * REPLACED_OF + 3, 5)]
+    ("size", "away"),
+    [
+        (2, 1),
+        (REPLACEMENT_DIVISOR, 1),
+        (2 * REPLACEMENT_DIVISOR, 2),
+        (5 * REPLACEMENT_DIVISOR + 3, 5),
+    ],
 )
 async def test_a_sixteenth_of_the_engines_is_replaced_at_a_time(size: int, away: int) -> None:
     scaler, keeper = scaler_of(size)
@@ -194,7 +205,7 @@ async def test_a_sixteenth_of_the_engines_is_replaced_at_a_time(size: int, away:
 
 
 async def test_where_the_first_successor_cannot_start_the_others_stay() -> None:
-    scaler, keeper = scaler_of(4 * REPLACED_OF, fails="engine 0")
+    scaler, keeper = scaler_of(4 * REPLACEMENT_DIVISOR, fails="engine 0")
     await replace_all(scaler)
     assert set(keeper.retired) == {"engine 0"}
     assert "taken" in str(scaler.status.error)

@@ -13,7 +13,7 @@ from engine.shared.messages import JsonSchemaGrammar, LarkGrammar, RegexGrammar
 from server.errors import ApiError
 from server.generate import grammar_check
 from server.generate.grammar_check import GrammarCheck
-from server.generate.grammar_process import Check, Found, GrammarText
+from server.generate.grammar_process import Check, GrammarText, JobResult
 from server.helper_process import HelperProcess
 from tests.support.waiting import PATIENCE
 
@@ -40,7 +40,7 @@ def have_checked(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], object]
             spec = msgspec.msgpack.decode(job, type=Check).spec
             assert isinstance(spec, RegexGrammar)
             check(spec.pattern)
-            return msgspec.msgpack.encode(Found())
+            return msgspec.msgpack.encode(JobResult())
 
     monkeypatch.setattr(grammar_check, "HelperProcess", Helper)
 

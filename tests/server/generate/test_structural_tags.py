@@ -133,7 +133,7 @@ def test_whitespace_of_json_is_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reason"),
     [
         ({}, "format"),
         ({"format": {"type": "qwen_xml_parameter"}}, "qwen_xml_parameter"),
@@ -147,8 +147,8 @@ def test_whitespace_of_json_is_what_was_asked_for() -> None:
     ],
     ids=range(9),
 )
-def test_what_cannot_be_enforced_is_refused(value: Any, told: str) -> None:
-    with pytest.raises(BadGrammar, match=told):
+def test_what_cannot_be_enforced_is_refused(value: Any, reason: str) -> None:
+    with pytest.raises(BadGrammar, match=reason):
         lark_from_tag(StructuralTag(value))
 
 

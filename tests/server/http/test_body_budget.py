@@ -14,7 +14,7 @@ from server.access.admission_table import AdmissionTable, create_admission_table
 from server.api.route import ApiRoute
 from server.config import FrontEndConfig, GuardConfig
 from server.errors import ApiError
-from server.http.body_budget import FREE_BYTES, KEPT_TIMES, BodyBudget, NoRoomForBody
+from server.http.body_budget import COMPLETE_BODIES_FACTOR, FREE_BYTES, BodyBudget, NoRoomForBody
 from server.http.call import BodyLimits, Call
 from server.observe.metrics import FrontEndMetrics
 from server.schema.body import RequestBody
@@ -105,7 +105,7 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
     config: FrontEndConfig,
 ) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
-    limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
+    limits = BodyLimits(2 * COMPLETE_BODIES_FACTOR * PIECE, 60.0, budget)
     app = FastAPI()
     app.state.services = SimpleNamespace(body_limits=limits, metrics=FrontEndMetrics(config))
     scope = {
@@ -134,7 +134,7 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
             await app({**scope}, receive, send)
 
         app.router.routes.append(ApiRoute("/", operation, methods=["POST"]))
-        waiting = [asyncio.create_task(ask(PIECE)) for _ in range(KEPT_TIMES)]
+        waiting = [asyncio.create_task(ask(PIECE)) for _ in range(COMPLETE_BODIES_FACTOR)]
         for _ in waiting:
             await running.acquire()
         await ask(PIECE)
@@ -143,11 +143,11 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
         await running.acquire()
         over.set()
         await asyncio.gather(small, *waiting)
-        await ask(2 * KEPT_TIMES * PIECE)  # a single body may exceed the budget
+        await ask(2 * COMPLETE_BODIES_FACTOR * PIECE)  # a single body may exceed the budget
         await ask(PIECE)
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
-    assert statuses == [503, *[200] * (KEPT_TIMES + 3)]
+    assert statuses == [503, *[200] * (COMPLETE_BODIES_FACTOR + 3)]
 
 
 @pytest.mark.parametrize("forget", [Call.release, Call.forget_body])
@@ -155,11 +155,15 @@ def test_what_is_made_in_the_background_holds_its_body_until_it_ends_or_needs_it
     forget: Callable[[Call], None],
 ) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
-    limits = BodyLimits(2 * KEPT_TIMES * PIECE, 60.0, budget)
+    limits = BodyLimits(2 * COMPLETE_BODIES_FACTOR * PIECE, 60.0, budget)
     scope = {"type": "http", "path": "/", "headers": [(b"content-type", b"application/json")]}
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b" " * KEPT_TIMES * PIECE, "more_body": False}
+        return {
+            "type": "http.request",
+            "body": b" " * COMPLETE_BODIES_FACTOR * PIECE,
+            "more_body": False,
+        }
 
     async def send(message: Any) -> None: ...
 

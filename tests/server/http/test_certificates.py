@@ -12,7 +12,7 @@ import uvicorn
 
 from server.access.guards import tls_options
 from server.config import GuardConfig
-from server.http.tls import LOOK_INTERVAL, Certificates
+from server.http.tls import CHECK_INTERVAL, Certificates
 from tests.server.http.test_http_protocol import served
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE
@@ -103,12 +103,12 @@ def test_files_are_looked_at_once_in_a_while_and_unchanged_ones_make_no_context(
 ) -> None:
     watched = certificates(secret)
     first = watched.current(0)
-    assert watched.current(LOOK_INTERVAL) is first
+    assert watched.current(CHECK_INTERVAL) is first
     secret.renew()
-    assert watched.current(1.5 * LOOK_INTERVAL) is first
-    second = watched.current(2 * LOOK_INTERVAL)
+    assert watched.current(1.5 * CHECK_INTERVAL) is first
+    second = watched.current(2 * CHECK_INTERVAL)
     assert second is not first
-    assert watched.current(3 * LOOK_INTERVAL) is second
+    assert watched.current(3 * CHECK_INTERVAL) is second
 
 
 def test_files_that_do_not_fit_change_nothing_until_they_do(
@@ -122,10 +122,10 @@ def test_files_that_do_not_fit_change_nothing_until_they_do(
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     # A non-atomic renewal: first the certificate, then its key.
     (other / "tls.crt").rename(certificate)
-    assert watched.current(LOOK_INTERVAL) is first
+    assert watched.current(CHECK_INTERVAL) is first
     key.unlink()
-    assert watched.current(2 * LOOK_INTERVAL) is first
+    assert watched.current(2 * CHECK_INTERVAL) is first
     assert [each.levelno for each in caplog.records] == [logging.ERROR, logging.ERROR]
     assert str(key) in caplog.text
     (other / "tls.key").rename(key)
-    assert watched.current(3 * LOOK_INTERVAL) is not first
+    assert watched.current(3 * CHECK_INTERVAL) is not first

@@ -2,11 +2,11 @@
 
 import pytest
 
-from server.http.connection_book import ConnectionBook, TooManyConnections, client_of
+from server.http.connection_book import ConnectionTable, TooManyConnections, client_of
 
 
 def test_whoever_opens_thousands_closes_their_own() -> None:
-    book: ConnectionBook[str] = ConnectionBook(4)
+    book: ConnectionTable[str] = ConnectionTable(4)
     assert book.open("quiet", "a") is None
     for number in range(3):
         assert book.open(f"flood {number}", "b") is None
@@ -18,7 +18,7 @@ def test_whoever_opens_thousands_closes_their_own() -> None:
 
 
 def test_a_connection_that_is_being_answered_never_gives_way() -> None:
-    book: ConnectionBook[str] = ConnectionBook(2)
+    book: ConnectionTable[str] = ConnectionTable(2)
     for name in ("first", "second"):
         book.open(name, "a")
         book.busy(name, "a")
@@ -30,7 +30,7 @@ def test_a_connection_that_is_being_answered_never_gives_way() -> None:
 
 
 def test_what_idles_longest_goes_first() -> None:
-    book: ConnectionBook[str] = ConnectionBook(2)
+    book: ConnectionTable[str] = ConnectionTable(2)
     for name in ("first", "second"):
         book.open(name, "a")
     book.busy("first", "a")
@@ -39,7 +39,7 @@ def test_what_idles_longest_goes_first() -> None:
 
 
 def test_nothing_is_kept_of_those_that_left() -> None:
-    book: ConnectionBook[int] = ConnectionBook(10)
+    book: ConnectionTable[int] = ConnectionTable(10)
     for number in range(50):
         book.open(number, f"client {number}")
         if number % 2:

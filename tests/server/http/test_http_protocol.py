@@ -21,7 +21,7 @@ from server.http.listener import HttpServer
 from server.http.protocol import limited_protocol
 from server.http.request_meter import MAX_PIPELINED
 from server.limits import MAX_UNREAD
-from server.router.token_stream import RequestStream, Unread
+from server.router.token_stream import RequestStream, UnreadOutputs
 from tests.support.certificates import make_certificate
 from tests.support.waiting import PATIENCE, until_async
 
@@ -487,7 +487,7 @@ class Flood:
         self,
         message: AddRequest,
         pinned_rank: int | None = None,
-        unread: Unread | None = None,
+        unread: UnreadOutputs | None = None,
     ) -> RequestStream:
         stream = RequestStream(message, lambda stream: self.closed.set(), pinned_rank, unread)
         self.streams.append(stream)

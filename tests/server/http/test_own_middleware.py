@@ -115,15 +115,15 @@ def test_middleware_can_be_a_file(http_of: Any, tmp_path: Path) -> None:
 )
 def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str, body: Any) -> None:
     headers = {"endpoint-load-metrics-format": "JSON"}
-    told = http.post(path, body, headers=headers).headers["endpoint-load-metrics"]
-    assert msgspec.json.decode(told.removeprefix("JSON "))["named_metrics"] == {
+    response = http.post(path, body, headers=headers).headers["endpoint-load-metrics"]
+    assert msgspec.json.decode(response.removeprefix("JSON "))["named_metrics"] == {
         "kv_cache_usage_perc": 0.0, "num_requests_waiting": 0, "num_requests_running": 0
     }  # fmt: skip
     entries = [stats(0, 2, 3, 0.5), stats(1, 1, 4, 0.25)]
     engines.view = ClusterView(1, 1, 0, True, [*entries], 1)
     headers = {"Endpoint-Load-Metrics-Format": "text"}
-    told = http.post(path, {**body, "stream": True}, headers=headers)
-    assert told.headers["endpoint-load-metrics"] == (
+    response = http.post(path, {**body, "stream": True}, headers=headers)
+    assert response.headers["endpoint-load-metrics"] == (
         "TEXT named_metrics.kv_cache_usage_perc=0.375, named_metrics.num_requests_waiting=3, "
         "named_metrics.num_requests_running=7"
     )

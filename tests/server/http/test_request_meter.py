@@ -10,7 +10,7 @@ from server.http.request_meter import (
     FREE_CHUNKS,
     MAX_PIPELINED,
     UNREAD,
-    Excess,
+    LimitExceeded,
     MeterLimits,
     Phase,
     RequestMeter,
@@ -36,7 +36,7 @@ def refused_after(meter: RequestMeter, size: int, before: Callable[[], object]) 
         before()
         try:
             meter.read(size)
-        except Excess as excess:
+        except LimitExceeded as excess:
             return excess.status, fed
         fed += size
     return 0, fed
@@ -68,7 +68,7 @@ def test_a_body_in_tiny_chunks_does_not_keep_the_parser_busy() -> None:
     meter = meter_at(Phase.BODY)
     for _ in range(FREE_CHUNKS):
         meter.chunk()
-    with pytest.raises(Excess) as raised:
+    with pytest.raises(LimitExceeded) as raised:
         meter.chunk()
     assert raised.value.status == 413
 
@@ -84,7 +84,7 @@ def test_trailers_are_not_kept_and_have_an_end_within_one_read() -> None:
     meter = meter_at(Phase.BODY)
     assert not meter.field(400)
     assert not meter.field(400)
-    with pytest.raises(Excess):
+    with pytest.raises(LimitExceeded):
         meter.field(400)
     assert meter_at(Phase.HEAD).field(400)
 
@@ -112,5 +112,5 @@ def test_requests_that_wait_for_answers_are_counted() -> None:
     meter.head_ends(MAX_PIPELINED - 1)
     meter.end()
     meter.begin()
-    with pytest.raises(Excess):
+    with pytest.raises(LimitExceeded):
         meter.head_ends(MAX_PIPELINED)

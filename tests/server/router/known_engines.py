@@ -48,20 +48,20 @@ def view(
     )  # fmt: skip
 
 
-def hear(
+def receive_hello(
     members: Members, rank: int, incarnation: int, *, session: int = 1, now: float = 0.0,
     drains: bool = False,
 ) -> bool:  # fmt: skip
     """Greet from an engine, on the socket named after its incarnation."""
     hello = RouteHello(rank, incarnation, session, drains=drains)
-    return members.heard(b"%d" % incarnation, hello, now)
+    return members.hello_received(b"%d" % incarnation, hello, now)
 
 
 def members_of(*incarnations: int, front_end: int = MY_INCARNATION) -> Members:
     """Engines of ranks 0, 1 ... that are listed, ready and connected."""
     members = Members(front_end, grace=5.0)
     for rank, incarnation in enumerate(incarnations):
-        hear(members, rank, incarnation)
+        receive_hello(members, rank, incarnation)
     members.take_view(view(1, *(entry(r, i) for r, i in enumerate(incarnations))), now=0.0)
     return members
 

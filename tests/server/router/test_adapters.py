@@ -4,9 +4,9 @@ from msgspec.structs import replace
 
 from engine.shared.messages import (
     AdapterEntry,
-    AdapterSheet,
     AdaptersInUse,
     AdaptersView,
+    AdapterTable,
 )
 from server.router.adapters import REPEAT_INTERVAL, Adapters
 from server.router.routing import Choice, EngineLoad, with_adapter
@@ -15,7 +15,7 @@ SQL = AdapterEntry(1, "sql", "/a/sql", "v1", "serving")
 
 
 def view(revision: int, *entries: AdapterEntry) -> AdaptersView:
-    return AdaptersView(AdapterSheet(revision, list(entries)), [])
+    return AdaptersView(AdapterTable(revision, list(entries)), [])
 
 
 def test_only_what_is_served_may_be_named() -> None:

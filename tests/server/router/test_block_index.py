@@ -15,10 +15,10 @@ from engine.shared.messages import (
     AddRequest,
     EncoderInput,
     KvBlocks,
-    KvBlocksWanted,
+    KvBlocksQuery,
     SamplingParams,
 )
-from server.router.block_index import ASK_AGAIN, BlockIndex
+from server.router.block_index import QUERY_TIMEOUT, BlockIndex
 from server.router.load_table import Sent
 from server.router.route import Route
 from tests.server.router.known_engines import entry, setup
@@ -74,7 +74,7 @@ class Engines:
         self.under_way: list[KvBlocks] = []
         self.resyncs = 0
         self._incarnations = 0
-        self._open: dict[int, KvBlocksWanted] = {}
+        self._open: dict[int, KvBlocksQuery] = {}
         for rank in range(count):
             self.restart(rank)
 
@@ -92,9 +92,9 @@ class Engines:
             entry=listed, sent=Sent(1, incarnation, 0, 0), identity=b"%d" % rank
         )
 
-    def follow(self) -> list[KvBlocksWanted]:
+    def queries_due(self) -> list[KvBlocksQuery]:
         """Query from the front end; engines reply if their blocks have changed."""
-        asked = self.index.follow(list(self.routes.values()), self.now)
+        asked = self.index.queries_due(list(self.routes.values()), self.now)
         for to, question in asked:
             self._open[int(to)] = question
         self.answer()
@@ -114,8 +114,8 @@ class Engines:
     def settle(self) -> None:
         """Repeat lost queries and deliver all replies."""
         for _ in range(3):
-            self.now += ASK_AGAIN
-            self.follow()
+            self.now += QUERY_TIMEOUT
+            self.queries_due()
             while self.under_way:
                 self.deliver()
 
@@ -158,9 +158,9 @@ def test_whatever_is_lost_or_late_a_front_end_ends_up_knowing_what_engines_would
             case ("lose", int(place)) if place < len(engines.under_way):
                 del engines.under_way[place]
             case ("follow",):
-                engines.follow()
+                engines.queries_due()
             case ("wait",):
-                engines.now += ASK_AGAIN
+                engines.now += QUERY_TIMEOUT
     engines.settle()
     for tokens in asked:
         there = {rank: found(kv, tokens) for rank, kv in enumerate(engines.caches)}
@@ -168,7 +168,7 @@ def test_whatever_is_lost_or_late_a_front_end_ends_up_knowing_what_engines_would
 
 
 def followed(engines: Engines) -> Engines:
-    engines.follow()
+    engines.queries_due()
     while engines.under_way:
         engines.deliver()
     return engines
@@ -214,23 +214,23 @@ def test_scores_of_the_prompt_have_all_of_it_computed() -> None:
 
 def test_an_engine_is_asked_once_until_it_answers_or_that_may_be_lost() -> None:
     engines = Engines(1)
-    assert engines.follow() == [KvBlocksWanted(0, ALL_BLOCKS)]
+    assert engines.queries_due() == [KvBlocksQuery(0, ALL_BLOCKS)]
     engines.deliver()
-    assert engines.follow() == [KvBlocksWanted(0, 0)]
-    engines.now = ASK_AGAIN / 2
-    assert engines.follow() == []
-    engines.now = ASK_AGAIN
-    assert engines.follow() == [KvBlocksWanted(0, 0)]
+    assert engines.queries_due() == [KvBlocksQuery(0, 0)]
+    engines.now = QUERY_TIMEOUT / 2
+    assert engines.queries_due() == []
+    engines.now = QUERY_TIMEOUT
+    assert engines.queries_due() == [KvBlocksQuery(0, 0)]
 
 
 def test_engines_that_tell_nothing_are_not_asked() -> None:
     engines = Engines(1)
     [route] = engines.routes.values()
     route.entry = msgspec.structs.replace(route.entry, setup=setup())
-    assert engines.follow() == []
+    assert engines.queries_due() == []
     route.entry = msgspec.structs.replace(route.entry, setup=SETUP)
     route.identity = None
-    assert engines.follow() == []
+    assert engines.queries_due() == []
 
 
 def test_an_engine_that_left_is_forgotten_and_frees_its_share() -> None:
@@ -240,7 +240,7 @@ def test_an_engine_that_left_is_forgotten_and_frees_its_share() -> None:
     followed(engines)
     assert engines.index.size() == 4
     del engines.routes[1]
-    engines.follow()
+    engines.queries_due()
     assert engines.index.size() == 2
     assert engines.cached(request(list(range(9)))) == {0: 8}
 

@@ -15,14 +15,14 @@ from engine.shared.messages import (
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Count, Deliver, Notify, Send, Tell, Woken
+from server.router.events import Count, Deliver, Notify, Send, SendIfReachable, Woken
 from server.router.request import RoutedRequest
 from server.router.route import Engine
 from server.router.routing import LeastLoaded, PrefixAware
 from tests.server.router.known_engines import Known, stats, view
 
 
-class Played:
+class Harness:
     """A delivery among engines of ranks 0, 1 ... with these incarnations."""
 
     def __init__(self, *incarnations: int, index: BlockIndex | None = None) -> None:
@@ -49,7 +49,7 @@ class Played:
 
 
 def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_once() -> None:
-    played = Played(10)
+    played = Harness(10)
     actions = played.delivery.send(played.request(), 1.0)
     assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
     assert played.delivery.engines_run(1.5) == [Woken(0.5)]
@@ -59,7 +59,7 @@ def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_o
 
 
 def test_a_request_that_moves_keeps_tokens_tenant_and_root_and_gets_a_new_id() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request(tenant=77, cache_root=b"r" * 16)
     old = played.sent(request).message
     request.output_token_ids += [5, 6]
@@ -74,7 +74,7 @@ def test_a_request_that_moves_keeps_tokens_tenant_and_root_and_gets_a_new_id() -
 
 
 def test_scores_of_the_prompt_are_asked_for_once() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request(
         sampling=SamplingParams(max_tokens=9, seed=1, prompt_logprobs=2, logprobs=3)
     )
@@ -85,19 +85,19 @@ def test_scores_of_the_prompt_are_asked_for_once() -> None:
 
 
 def test_what_was_not_sent_is_on_no_engine_and_counts_nowhere() -> None:
-    played = Played(10)
-    request = played.request(alone=8)
+    played = Harness(10)
+    request = played.request(exclusive_steps=8)
     send = played.sent(request)
     assert isinstance(send.message, AddRequest)
     assert request.suspicion.tried_on == (0, 10)
-    assert played.delivery.not_sent(send.message, (0, 10)) is request
+    assert played.delivery.send_failed(send.message, (0, 10)) is request
     assert request.engine is None
     assert not request.suspicion.tried_on
     assert played.known.requests() == [0]
 
 
 def test_outputs_are_delivered_to_requests_of_their_engine_only() -> None:
-    played = Played(10, 11)
+    played = Harness(10, 11)
     here, elsewhere = played.request(pinned_rank=0), played.request(pinned_rank=1)
     for request in (here, elsewhere):
         played.sent(request)
@@ -108,7 +108,7 @@ def test_outputs_are_delivered_to_requests_of_their_engine_only() -> None:
 
 
 def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.sent(request)
     message = StepOutputs(stats(0, 10, 1), [RequestOutput(request.id, [7])])
@@ -118,15 +118,15 @@ def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
 
 
 def test_an_engine_is_told_to_drop_what_has_moved_on_but_not_what_has_ended() -> None:
-    played = Played(10)
+    played = Harness(10)
     stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
     message = StepOutputs(stats(0, 10, 1), stale)
-    assert played.delivery.outputs(message, 0, 1.0) == [Tell(b"10", AbortRequests([1]))]
+    assert played.delivery.outputs(message, 0, 1.0) == [SendIfReachable(b"10", AbortRequests([1]))]
     assert played.delivery.outputs(message, -1, 1.0) == []
 
 
 def test_the_last_output_ends_a_request() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.sent(request)
     timing = RequestTiming(1.0, 2.0, 3.0)
@@ -151,7 +151,7 @@ class Knows(BlockIndex):
 def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once() -> None:
     index = Knows(0, 100)
     index.cached = {1: 512}
-    played = Played(10, 11, index=index)
+    played = Harness(10, 11, index=index)
     request = played.request(prompt_token_ids=list(range(600)))
     send = played.sent(request)
     assert (send.rank, send.reason) == (1, "cached")
@@ -169,7 +169,7 @@ def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once(
 def test_of_a_pinned_request_nothing_is_expected() -> None:
     index = Knows(0, 100)
     index.cached = {0: 512}
-    played = Played(10, 11, index=index)
+    played = Harness(10, 11, index=index)
     request = played.request(pinned_rank=1)
     assert played.sent(request).reason == "pinned"
     first = RequestOutput(request.id, [7], timing=RequestTiming(1.0, 2.0))
@@ -178,12 +178,12 @@ def test_of_a_pinned_request_nothing_is_expected() -> None:
 
 
 def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.sent(request)
     assert played.delivery.abort([request.id], None) == []
     assert played.delivery.abort([request.id], (0, 9)) == []
-    played.known.members.out_of_reach(0, 10)
+    played.known.members.mark_unreachable(0, 10)
     assert played.delivery.abort([request.id], (0, 10)) == []
-    left = [Tell(b"10", AbortRequests([request.id]))]
+    left = [SendIfReachable(b"10", AbortRequests([request.id]))]
     assert played.delivery.leave(request) == left, "it may hear again"

@@ -15,9 +15,9 @@ from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     AbortRequests,
     AdapterOutcome,
-    AdapterSheet,
+    AdapterRequest,
     AdaptersView,
-    AdapterWish,
+    AdapterTable,
     AddRequest,
     ClusterView,
     EncoderInput,
@@ -45,7 +45,7 @@ from server.router.generation_client import NoEngineAvailable
 from server.router.router import Router
 from server.router.routing import LeastLoaded
 from server.router.token_stream import RequestStream
-from tests.server.router.played_cluster import GREEDY, SETUP
+from tests.server.router.fake_cluster import GREEDY, SETUP
 from tests.support.waiting import until_async
 
 GUARD = 60.0
@@ -71,7 +71,7 @@ class Counts:
         self.wakes += 1
 
 
-class PlayedEngine:
+class FakeEngine:
     """The engine's side of both sockets."""
 
     def __init__(self, world: "World", rank: int, incarnation: int, session: int) -> None:
@@ -99,7 +99,7 @@ class PlayedEngine:
         stats = EngineStats(
             rank=self.rank, incarnation=self.incarnation, version=self._version, wave=0, step=0,
             waiting=0, running=running, kv_usage=0.0, queued_prefill_tokens=0,
-            alone=alone,
+            exclusive_request=alone,
         )  # fmt: skip
         self.outputs.send(encode(StepOutputs(stats, list(outputs))))
 
@@ -130,7 +130,7 @@ class World:
         self.outputs_address = f"ipc://{directory}/outputs"
         self.counts = Counts()
         self.notices: list[FrontEndNotice] = []
-        self.engines: list[PlayedEngine] = []
+        self.engines: list[FakeEngine] = []
         self.setup = SETUP
         self._version = 0
         self.router = Router(
@@ -159,12 +159,12 @@ class World:
     def num_open(self) -> int:
         return sum(route.is_open for route in self.router.members.routes.values())
 
-    def engine(self, rank: int, incarnation: int, session: int = 1) -> PlayedEngine:
-        engine = PlayedEngine(self, rank, incarnation, session)
+    def engine(self, rank: int, incarnation: int, session: int = 1) -> FakeEngine:
+        engine = FakeEngine(self, rank, incarnation, session)
         self.engines.append(engine)
         return engine
 
-    def publish(self, *engines: PlayedEngine, running: bool = False) -> None:
+    def publish(self, *engines: FakeEngine, running: bool = False) -> None:
         self.publish_processes(
             *[(each.rank, each.incarnation) for each in engines], running=running
         )
@@ -193,13 +193,13 @@ class World:
     ) -> RequestStream:
         return self.client.submit(AddRequest(0, name, 0, 0, prompt, sampling), pinned_rank)
 
-    async def one_engine(self) -> PlayedEngine:
+    async def one_engine(self) -> FakeEngine:
         engine = self.engine(0, 10)
         self.publish(engine)
         await until_async(lambda: self.client.ready, "an engine is ready")
         return engine
 
-    async def two_engines(self) -> tuple[PlayedEngine, PlayedEngine]:
+    async def two_engines(self) -> tuple[FakeEngine, FakeEngine]:
         first, second = self.engine(0, 10), self.engine(1, 11)
         self.publish(first, second)
         await until_async(lambda: self.num_open == 2, "both are open")
@@ -227,7 +227,7 @@ async def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one
         w.publish(first)
         await until_async(lambda: w.num_open == 1, "one is open")
         assert not w.client.ready
-        w.client.check_takes_requests()
+        w.client.check_accepts_requests()
         w.publish(first, second)
         await until_async(lambda: w.client.ready, "it is ready")
         w.publish(second)
@@ -253,15 +253,15 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
             await w.client.wait_for_engines()  # later requests fail: there is no engine
 
 
-@pytest.mark.parametrize("tell", ["no engine serves", "it drains"])
+@pytest.mark.parametrize("cause", ["no engine serves", "it drains"])
 async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
-    tmp_path: Path, tell: str
+    tmp_path: Path, cause: str
 ) -> None:
     async with world(tmp_path) as w:
         waiting = asyncio.create_task(w.client.wait_for_engines())
         await asyncio.sleep(0)
         assert not waiting.done()
-        if tell == "it drains":
+        if cause == "it drains":
             await w.client.drain(0.0)
         else:
             w.publish()
@@ -300,7 +300,7 @@ async def test_a_request_that_was_held_for_too_long_is_refused_and_others_at_onc
         await until_async(lambda: w.counts.held == 1, "it is held")
         await w.client.wait_for_engines()
         with pytest.raises(NoEngineAvailable):
-            w.client.check_takes_requests()
+            w.client.check_accepts_requests()
         with pytest.raises(NoEngineAvailable, match="No engine came within 2 s"):
             await first
 
@@ -318,7 +318,7 @@ async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Pa
             stream.close()
             assert isinstance(await engines[stream.request.rank].receive(), AbortRequests)
         assert not w.router.delivery.in_flight
-        for ask in (w.client.check_takes_requests, lambda: w.submit("r", [1], GREEDY)):
+        for ask in (w.client.check_accepts_requests, lambda: w.submit("r", [1], GREEDY)):
             with pytest.raises(NoEngineAvailable, match="shutting down"):
                 ask()
 
@@ -481,19 +481,19 @@ async def test_a_wish_is_repeated_until_the_coordinator_has_answered(
 ) -> None:
     monkeypatch.setattr("server.router.engine_client.TICK_INTERVAL", 0.01)
     async with world(tmp_path) as played:
-        sheet = AdapterSheet(3, [])
-        played.publish_adapters(AdaptersView(sheet, []))
+        table = AdapterTable(3, [])
+        played.publish_adapters(AdaptersView(table, []))
         changing = asyncio.create_task(played.client.change_adapter("sql", "/a/sql"))
 
-        def wishes() -> list[AdapterWish]:
-            return [each for each in played.notices if isinstance(each, AdapterWish)]
+        def operator_requests() -> list[AdapterRequest]:
+            return [each for each in played.notices if isinstance(each, AdapterRequest)]
 
-        await until_async(lambda: len(wishes()) > 2, "it is said again")
-        [ticket] = {each.ticket for each in wishes()}
+        await until_async(lambda: len(operator_requests()) > 2, "it is said again")
+        [ticket] = {each.ticket for each in operator_requests()}
         others = AdapterOutcome(ticket + 1, 400)
-        played.publish_adapters(AdaptersView(sheet, [others, AdapterOutcome(ticket, 200)]))
+        played.publish_adapters(AdaptersView(table, [others, AdapterOutcome(ticket, 200)]))
         assert (await changing).status == 200
-        assert not played.client._wishes
+        assert not played.client._operator_requests
 
 
 async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
@@ -512,15 +512,15 @@ async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
 async def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engine = w.engine(0, 10)
-        engine.requests.send(encode(RouteHello(0, 10, 1, asks=True)))
+        engine.requests.send(encode(RouteHello(0, 10, 1, wants_reply=True)))
         await until_async(
             lambda: w.router.members.last_identity((0, 10)) is not None, "it is heard"
         )
         assert engine.silent(), "the coordinator has not listed it"
         w.publish(engine)
         assert engine.silent(), "it does not ask all the time"
-        engine.requests.send(encode(RouteHello(0, 9, 1, asks=True)))
-        engine.requests.send(encode(RouteHello(0, 10, 4, asks=True)))
+        engine.requests.send(encode(RouteHello(0, 9, 1, wants_reply=True)))
+        engine.requests.send(encode(RouteHello(0, 10, 4, wants_reply=True)))
         async with asyncio.timeout(GUARD):
             while not engine.requests.poll(0):
                 await asyncio.sleep(0)

@@ -4,19 +4,19 @@ from msgspec.structs import replace
 
 from engine.shared.messages import AbortRequests, AddRequest, EncoderInput, SamplingParams
 from server.router.delivery import Delivery
-from server.router.events import Action, Count, Fail, Send, Tell
+from server.router.events import Action, Count, Fail, Send, SendIfReachable
 from server.router.failover import PROBATION_PATIENCE, Failover
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.members import EngineLost
 from server.router.request import RoutedRequest
 from server.router.routing import LeastLoaded
 from tests.server.router import known_engines
-from tests.server.router.known_engines import Known, entry, hear, view
+from tests.server.router.known_engines import Known, entry, receive_hello, view
 
 RESUME_TIMEOUT = 3.0
 
 
-class Played:
+class Harness:
     """A failover among engines of ranks 0, 1 ... with these incarnations."""
 
     def __init__(self, *incarnations: int, max_resumes: int = 1) -> None:
@@ -35,7 +35,7 @@ class Played:
         sampling = SamplingParams(max_tokens=9, seed=1)
         request = RoutedRequest(AddRequest(0, "r", 0, 0, [1, 2], sampling), pinned_rank)
         self.delivery.begin(request)
-        self.failover.place(request, now)
+        self.failover.assign(request, now)
         return request
 
     def die(self, rank: int, incarnation: int, now: float = 0.0) -> list[Action]:
@@ -44,7 +44,7 @@ class Played:
 
     def come(self, version: int, *engines: tuple[int, int]) -> None:
         for rank, incarnation in engines:
-            hear(self.members, rank, incarnation)
+            receive_hello(self.members, rank, incarnation)
         self.members.take_view(view(version, *(entry(*engine) for engine in engines)), 0.0)
 
 
@@ -53,7 +53,7 @@ def kinds(actions: list[Action]) -> list[type]:
 
 
 def test_who_waits_too_long_fails() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.die(0, 10)
     assert played.failover.tick(RESUME_TIMEOUT) == []
@@ -65,44 +65,44 @@ def test_who_waits_too_long_fails() -> None:
 
 
 def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     played.die(0, 10, now=1.0)
     played.come(2, (0, 20))
-    played.failover.place_waiting(2.0)
-    played.delivery.not_sent(request.message, (0, 20))
-    played.failover.not_sent(request, 2.0)
+    played.failover.assign_waiting(2.0)
+    played.delivery.send_failed(request.message, (0, 20))
+    played.failover.send_failed(request, 2.0)
     assert played.failover.waiting == {request: 1.0}
 
 
 def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_it() -> None:
-    played = Played(10, 11)
+    played = Harness(10, 11)
     request = played.request(pinned_rank=None)
     assert request.engine is not None
     engine, old = request.engine, request.id
-    played.members.out_of_reach(*engine)
-    actions = played.failover.out_of_reach(EngineLost(*engine), 0.0)
-    assert actions[0] == Tell(b"%d" % engine[1], AbortRequests([old]))
-    assert kinds(actions) == [Tell, Count, Send]
+    played.members.mark_unreachable(*engine)
+    actions = played.failover.mark_unreachable(EngineLost(*engine), 0.0)
+    assert actions[0] == SendIfReachable(b"%d" % engine[1], AbortRequests([old]))
+    assert kinds(actions) == [SendIfReachable, Count, Send]
     assert request.suspicion.in_doubt == {engine}
-    played.failover.heard(engine)
+    played.failover.engine_alive(engine)
     assert not request.suspicion.in_doubt
 
 
 def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
-    played = Played(10)
+    played = Harness(10)
     request = played.request()
     old = request.id
-    actions = played.failover.send_again((0, 10), 1.0)
-    assert actions[0] == Tell(b"10", AbortRequests([old]))
-    assert kinds(actions) == [Tell, Send]
+    actions = played.failover.resend((0, 10), 1.0)
+    assert actions[0] == SendIfReachable(b"10", AbortRequests([old]))
+    assert kinds(actions) == [SendIfReachable, Send]
     assert request.engine == (0, 10)
     assert request.id != old
     assert played.known.requests() == [1], "the lost one counts no more"
 
 
 def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
-    played = Played(10)
+    played = Harness(10)
     setup = replace(known_engines.setup(), images=True, image_window=100)
     [route] = played.members.routes.values()
     route.entry = replace(route.entry, setup=setup)
@@ -118,7 +118,7 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
         message = AddRequest(0, "r", 0, 0, [1, 2], sampling, encoder_inputs=[image])
         request = RoutedRequest(message)
         played.delivery.begin(request)
-        return played.failover.place(request, 0.0)
+        return played.failover.assign(request, 0.0)
 
     first, second = send(), send()
     assert crossing(first) == [[b"pixels"]]
@@ -126,11 +126,11 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
     assert [each for each in second if isinstance(each, Count)] == [
         Count("mm_cache_queries", 1), Count("mm_cache_hits", 1),
     ]  # fmt: skip
-    assert crossing(played.failover.send_again((0, 10), 1.0)) == [[b"pixels"], [b""]]
+    assert crossing(played.failover.resend((0, 10), 1.0)) == [[b"pixels"], [b""]]
 
 
 def test_a_silence_that_a_successor_ends_was_a_death() -> None:
-    played = Played(10, 11)
+    played = Harness(10, 11)
     request = played.request()
     assert request.engine is not None
     rank, incarnation = request.engine
@@ -144,7 +144,7 @@ def test_a_silence_that_a_successor_ends_was_a_death() -> None:
 
 
 def test_a_suspect_that_nobody_can_try_is_given_up() -> None:
-    played = Played(10, max_resumes=0)
+    played = Harness(10, max_resumes=0)
     request = played.request()
     played.die(0, 10)
     patience = PROBATION_PATIENCE * RESUME_TIMEOUT

@@ -4,27 +4,27 @@ import pytest
 
 from engine.shared.messages import RequestOutput
 from server.router.generation_client import NoEngineAvailable
-from tests.server.router.played_cluster import Cluster, error_of
+from tests.server.router.fake_cluster import Cluster, error_of
 
 
 def test_a_halted_engine_gets_no_new_requests_while_another_can_run_them() -> None:
     cluster = Cluster(0, 1)
-    cluster.tell(cluster.engines[0], halted=True)
+    cluster.send_outputs(cluster.engines[0], halted=True)
     streams = [cluster.submit(str(number)) for number in range(6)]
     assert {stream.request.rank for stream in streams} == {1}
-    cluster.tell(cluster.engines[0], halted=False)
+    cluster.send_outputs(cluster.engines[0], halted=False)
     assert cluster.submit("after").request.rank == 0
 
 
 def test_requests_wait_while_all_engines_are_halted_and_run_when_one_goes_on() -> None:
     cluster = Cluster(0, 1, resume_timeout=3.0)
     for engine in cluster.engines.values():
-        cluster.tell(engine, halted=True)
+        cluster.send_outputs(engine, halted=True)
     streams = [cluster.submit(str(number)) for number in range(3)]
     for _ in range(20):
         cluster.tick()
     assert all(error_of(stream) is None for stream in streams), "an operator may take his time"
-    cluster.tell(cluster.engines[1], halted=False)
+    cluster.send_outputs(cluster.engines[1], halted=False)
     cluster.tick()
     assert {stream.request.rank for stream in streams} == {1}
 
@@ -34,7 +34,7 @@ def test_what_a_halted_engine_holds_waits_there() -> None:
     stream = cluster.submit("a")
     engine = cluster.runs(stream)
     assert engine is not None
-    cluster.tell(engine, halted=True)
+    cluster.send_outputs(engine, halted=True)
     for _ in range(3):
         cluster.tick()
     assert cluster.runs(stream) is engine
@@ -45,7 +45,7 @@ def test_what_a_halted_engine_holds_moves_on_the_operators_word_and_no_death_is_
     streams = [cluster.submit(str(number)) for number in range(4)]
     halted, other = cluster.engines[0], cluster.engines[1]
     [first, _] = [stream for stream in streams if stream.request.rank == 0]
-    cluster.tell(halted, RequestOutput(first.request.id, [7]), halted=True, hands_over=True)
+    cluster.send_outputs(halted, RequestOutput(first.request.id, [7]), halted=True, hands_over=True)
     cluster.tick()
     assert {stream.request.rank for stream in streams} == {1}
     assert not halted.held
@@ -57,10 +57,10 @@ def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over()
     cluster = Cluster(0, 1)
     streams = [cluster.submit(str(number)) for number in range(2)]
     for engine in cluster.engines.values():
-        cluster.tell(engine, halted=True, hands_over=True)
+        cluster.send_outputs(engine, halted=True, hands_over=True)
     cluster.tick()
     assert {stream.request.rank for stream in streams} == {0, 1}
-    cluster.tell(cluster.engines[0], halted=False, hands_over=False)
+    cluster.send_outputs(cluster.engines[0], halted=False, hands_over=False)
     cluster.tick()
     assert {stream.request.rank for stream in streams} == {0}
 
@@ -68,7 +68,7 @@ def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over()
 def test_a_pinned_request_waits_for_its_rank_and_runs_nowhere_else() -> None:
     cluster = Cluster(0, 1)
     stream = cluster.submit("a", pinned_rank=1)
-    cluster.tell(cluster.engines[1], RequestOutput(stream.request.id, [7]))
+    cluster.send_outputs(cluster.engines[1], RequestOutput(stream.request.id, [7]))
     cluster.die(cluster.engines[1])
     cluster.tick()
     assert cluster.runs(stream) is None
@@ -104,7 +104,7 @@ def test_a_pinned_request_whose_rank_does_not_come_back_fails_and_says_which() -
 @pytest.mark.parametrize("mode", ["halted", "handing over"])
 def test_a_pinned_request_stays_with_its_halted_engine(mode: str) -> None:
     cluster = Cluster(0, 1)
-    cluster.tell(cluster.engines[1], halted=True, hands_over=mode == "handing over")
+    cluster.send_outputs(cluster.engines[1], halted=True, hands_over=mode == "handing over")
     stream = cluster.submit("a", pinned_rank=1)
     cluster.tick()
     assert cluster.runs(stream) is cluster.engines[1]

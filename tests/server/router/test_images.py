@@ -7,7 +7,7 @@ import msgspec
 from engine.shared.messages import AddRequest, ClusterView, EncoderInput, EngineEntry, EngineSetup
 from server.router.request import RoutedRequest
 from server.router.routing import AFFINITY_BLOCK, EngineLoad, PrefixAffinity
-from tests.server.router.played_cluster import GREEDY, SETUP, Cluster
+from tests.server.router.fake_cluster import GREEDY, SETUP, Cluster
 
 
 def image(digest: bytes = b"0123456789abcdef", position: int = 0) -> EncoderInput:

@@ -146,7 +146,7 @@ def test_the_load_follows_every_send_of_a_neighbour_and_of_its_successor(tmp_pat
 def test_what_could_not_be_sent_is_not_counted() -> None:
     known = Known(10)
     known.sent(0, prompt_tokens=7)
-    known.loads.not_sent(known.members.routes[0], prompt_tokens=7)
+    known.loads.send_failed(known.members.routes[0], prompt_tokens=7)
     assert known.all() == [EngineLoad(0, 0, 0, 0, 0.0)]
     seen = Received(ME, MY_INCARNATION, requests=0, prompt_tokens=0)
     for version in range(1, 20):

@@ -8,9 +8,9 @@ from server.router.members import EngineLost, Members
 from tests.server.router.known_engines import (
     MY_INCARNATION,
     entry,
-    hear,
     members_of,
     open_ranks,
+    receive_hello,
     stats,
     view,
 )
@@ -24,7 +24,7 @@ def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
     members = Members(MY_INCARNATION, 5.0)
     members.take_view(view(1, entry(0, 10, ready=False)), now=0.0)
     assert not members.ready
-    hear(members, 0, 10)
+    receive_hello(members, 0, 10)
     assert not members.ready
     members.take_view(view(2, entry(0, 10)), now=0.0)
     assert members.ready
@@ -34,7 +34,7 @@ def test_an_engine_takes_requests_once_ready_and_greeted_in_any_order() -> None:
 
 def test_the_greeting_of_a_predecessor_opens_no_route() -> None:
     members = Members(MY_INCARNATION, 5.0)
-    hear(members, 0, 9)
+    receive_hello(members, 0, 9)
     members.take_view(view(1, entry(0, 10)), now=0.0)
     assert open_ranks(members) == []
 
@@ -47,14 +47,14 @@ def test_an_engine_that_left_is_lost_with_its_incarnation() -> None:
 
 def test_a_view_that_is_not_newer_is_no_news_but_for_another_coordinator() -> None:
     members = members_of(10)
-    assert not members.is_news(view(1))
-    assert members.is_news(view(2))
-    assert members.is_news(view(1, epoch=2))
+    assert not members.is_newer(view(1))
+    assert members.is_newer(view(2))
+    assert members.is_newer(view(1, epoch=2))
 
 
 def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() -> None:
     members = members_of(10)
-    hear(members, 0, 20)
+    receive_hello(members, 0, 20)
     assert members.take_view(view(2, entry(0, 20)), now=1.0) == [EngineLost(0, 10)]
     assert members.routes[0].identity == b"20"
     assert members.find(0, 10) is None
@@ -79,33 +79,33 @@ def test_prefill_engines_are_known_until_they_are_gone() -> None:
 def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
     members = members_of(10, 11)
     members.take_view(view(2, entry(1, 11)), now=1.0)
-    hear(members, 0, 20, now=1.0)
+    receive_hello(members, 0, 20, now=1.0)
     members.take_view(view(3, entry(1, 11), entry(0, 20)), now=1.0)
     assert open_ranks(members) == [0, 1]
 
 
 def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> None:
     members = members_of(10)
-    assert members.out_of_reach(0, 9) == []
-    assert members.out_of_reach(0, 10) == [EngineLost(0, 10)]
-    assert members.out_of_reach(0, 10) == []
+    assert members.mark_unreachable(0, 9) == []
+    assert members.mark_unreachable(0, 10) == [EngineLost(0, 10)]
+    assert members.mark_unreachable(0, 10) == []
     assert not members.has_engines
     assert members.last_identity((0, 10)) == b"10"
-    hear(members, 0, 10)
+    receive_hello(members, 0, 10)
     assert members.has_engines
 
 
 def test_a_loss_says_which_request_ran_alone_there() -> None:
     members = members_of(10)
-    take_stats(members, msgspec.structs.replace(stats(0, 10, 1), alone=7))
-    assert members.died(0, 10) == [EngineLost(0, 10, alone=7)]
+    take_stats(members, msgspec.structs.replace(stats(0, 10, 1), exclusive_request=7))
+    assert members.died(0, 10) == [EngineLost(0, 10, exclusive_request=7)]
 
 
 def test_another_connection_of_the_same_process_is_told_apart() -> None:
     members = members_of(10)
-    assert not hear(members, 0, 10)
-    assert hear(members, 0, 10, session=2)
-    assert not hear(members, 0, 20)
+    assert not receive_hello(members, 0, 10)
+    assert receive_hello(members, 0, 10, session=2)
+    assert not receive_hello(members, 0, 20)
 
 
 def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
@@ -114,7 +114,7 @@ def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
     assert members.died(0, 10) == []
     assert members.take_view(view(2, entry(0, 10)), now=1.0) == []
     assert not members.ready
-    hear(members, 0, 20)
+    receive_hello(members, 0, 20)
     members.take_view(view(3, entry(0, 20)), now=2.0)
     assert members.ready
 
@@ -144,10 +144,10 @@ def test_an_engine_stays_ready_while_a_restarted_coordinator_learns_of_it() -> N
 
 def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so() -> None:
     members = members_of(10, 11)
-    hear(members, 0, 10, drains=True)
+    receive_hello(members, 0, 10, drains=True)
     assert open_ranks(members) == [1]
     assert members.reaches_engines
-    hear(members, 0, 10, now=0.1)
+    receive_hello(members, 0, 10, now=0.1)
     assert open_ranks(members) == [1], "a hello that was under way does not take it back"
     listed = (entry(0, 10), entry(1, 11))
     assert members.take_view(view(1, *listed, epoch=2), now=1.0) == []
@@ -156,7 +156,7 @@ def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so()
     assert [(each.ready, each.draining) for each in members.view.engines] == [
         (False, True), (True, False),
     ]  # fmt: skip
-    hear(members, 0, 20, now=2.0)
+    receive_hello(members, 0, 20, now=2.0)
     members.take_view(view(2, entry(0, 20), entry(1, 11), epoch=2), now=2.0)
     assert open_ranks(members) == [0, 1], "its successor does not drain"
 
@@ -166,7 +166,7 @@ def test_an_engine_that_is_heard_is_kept_however_late_a_new_coordinator_learns_o
     for now in (1.0, 3.0, 5.0, 7.0, 9.0):
         assert members.take_view(view(int(now), epoch=2), now) == []
         assert members.expire(now) == []
-        hear(members, 0, 10, now=now)
+        receive_hello(members, 0, 10, now=now)
     assert open_ranks(members) == [0]
     assert members.expire(11.0) == members.expire(13.0) == []
     assert members.expire(14.5) == [EngineLost(0, 10, was_silent=True)]
@@ -183,7 +183,7 @@ def test_a_front_end_that_was_held_up_reads_what_a_restarted_coordinator_says_fi
 
 def test_a_successor_is_not_ready_because_its_predecessor_was() -> None:
     members = members_of(10)
-    hear(members, 0, 20)
+    receive_hello(members, 0, 20)
     lost = members.take_view(view(1, entry(0, 20, ready=False), epoch=2), now=1.0)
     assert lost == [EngineLost(0, 10)]
     assert not members.ready
@@ -203,7 +203,7 @@ def test_paused_is_believed_only_when_nothing_contradicts_it() -> None:
 def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
     members = Members(MY_INCARNATION, 5.0, Scope(rank=1))
     for rank in (0, 1):
-        hear(members, rank, rank + 10)
+        receive_hello(members, rank, rank + 10)
     members.take_view(view(1, entry(0, 10), entry(1, 11)), now=0.0)
     assert open_ranks(members) == [1]
     assert members.view is not None
@@ -216,17 +216,17 @@ def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
 def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> None:
     members = members_of(10, 11)
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
-        assert members.unheard(now) == []
-        hear(members, 1, 11, now=now)
-    assert members.unheard(6.0) == [EngineLost(0, 10, was_silent=True)]
+        assert members.find_silent(now) == []
+        receive_hello(members, 1, 11, now=now)
+    assert members.find_silent(6.0) == [EngineLost(0, 10, was_silent=True)]
     assert open_ranks(members) == [1]
-    assert members.unheard(6.5) == []
-    hear(members, 0, 10, now=7.0)
+    assert members.find_silent(6.5) == []
+    receive_hello(members, 0, 10, now=7.0)
     assert open_ranks(members) == [0, 1]
 
 
 def test_a_front_end_that_was_held_up_itself_takes_nobody_for_silent() -> None:
     members = members_of(10)
-    members.unheard(1.0)
-    assert members.unheard(30.0) == []
-    assert members.unheard(31.0) == []
+    members.find_silent(1.0)
+    assert members.find_silent(30.0) == []
+    assert members.find_silent(31.0) == []

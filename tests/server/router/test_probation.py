@@ -32,14 +32,14 @@ def test_turns_go_round_and_who_is_in_doubt_is_passed_over() -> None:
     first.suspicion.left((1, 1), was_silent=False)
     assert probation.next() is second
     assert probation.next() is None
-    probation.broke_off(second)
+    probation.abort_trial(second)
     assert probation.next() is third
 
 
 def test_an_engine_that_is_heard_again_has_not_died() -> None:
     suspicion = Suspicion()
     suspicion.left(HERE, was_silent=False)
-    suspicion.alone_on = HERE
-    suspicion.heard(HERE)
+    suspicion.exclusive_on = HERE
+    suspicion.engine_alive(HERE)
     assert not suspicion.in_doubt
-    assert not suspicion.alone_on
+    assert not suspicion.exclusive_on

@@ -28,9 +28,9 @@ from server.router.events import (
     Notify,
     Refuse,
     Send,
+    SendIfReachable,
     SendsFailed,
     Submit,
-    Tell,
     Tick,
     Woken,
 )
@@ -134,7 +134,9 @@ def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
 def test_a_request_that_is_closed_is_aborted_once() -> None:
     router = with_engines(10)
     request = submitted(router)
-    assert router.handle(Close(request), 1.0) == [Tell(b"10", AbortRequests([request.id]))]
+    assert router.handle(Close(request), 1.0) == [
+        SendIfReachable(b"10", AbortRequests([request.id]))
+    ]
     assert router.handle(Close(request), 1.0) == []
 
 
@@ -157,7 +159,7 @@ def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
     failing = [sends(router.handle(Submit(new_request(str(i))), 0.0))[0] for i in range(3)]
     unsent = [router.delivery.in_flight[send.message.id] for send in failing]  # type: ignore[union-attr]
     actions = router.handle(SendsFailed(failing), 0.0)
-    assert [type(action) for action in actions] == [Tell, Count]
+    assert [type(action) for action in actions] == [SendIfReachable, Count]
     assert before.suspicion.in_doubt == {(0, 10)}
     assert not any(request.suspicion.in_doubt for request in unsent)
     assert set(router.failover.waiting) == {before, *unsent}
@@ -203,12 +205,14 @@ def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
 
 def test_an_engine_that_asks_is_told_once_requests_can_go_to_it() -> None:
     router = new_router()
-    asks = RouteHello(0, 10, 4, asks=True)
-    assert router.handle(EngineHello(b"x", asks), 0.0) == []
+    wants_reply = RouteHello(0, 10, 4, wants_reply=True)
+    assert router.handle(EngineHello(b"x", wants_reply), 0.0) == []
     router.handle(view(1, entry(0, 10, ready=False)), 0.0)
-    assert router.handle(EngineHello(b"x", asks), 0.0) == []
+    assert router.handle(EngineHello(b"x", wants_reply), 0.0) == []
     router.handle(view(2, entry(0, 10)), 0.0)
-    assert router.handle(EngineHello(b"x", asks), 0.0) == [Tell(b"x", RouteTaken(4))]
+    assert router.handle(EngineHello(b"x", wants_reply), 0.0) == [
+        SendIfReachable(b"x", RouteTaken(4))
+    ]
 
 
 def test_a_view_that_is_known_changes_nothing() -> None:

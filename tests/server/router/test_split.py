@@ -11,7 +11,7 @@ from server.router.route import Route
 from server.router.routing import LeastLoaded
 from server.router.split import MAX_QUEUED, Split
 from server.router.token_stream import RequestStream
-from tests.server.router.played_cluster import GREEDY, SETUP, Cluster, Played
+from tests.server.router.fake_cluster import GREEDY, SETUP, Cluster, FakeEngine
 
 MIN_TOKENS = 8
 LONG = list(range(20))
@@ -31,21 +31,21 @@ def cluster_of(roles: str) -> Cluster:
     return cluster
 
 
-def start(cluster: Cluster, rank: int, role: str) -> Played:
+def start(cluster: Cluster, rank: int, role: str) -> FakeEngine:
     setups = {"p": prefill_setup(rank), "d": DECODE, "m": SETUP}
     return cluster.start(rank, setups[role])
 
 
-def message_of(stream: RequestStream, engine: Played) -> AddRequest:
+def message_of(stream: RequestStream, engine: FakeEngine) -> AddRequest:
     return engine.held[stream.id]
 
 
 def end_prefill(cluster: Cluster, stream: RequestStream, **output: Any) -> None:
     engine = cluster.runs(stream)
     assert engine is not None
-    said = RequestOutput(stream.id, [99], "length", num_cached_tokens=4)
+    last = RequestOutput(stream.id, [99], "length", num_cached_tokens=4)
     timing = RequestTiming(0.1, 0.2)
-    cluster.tell(engine, replace(said, timing=timing, **output))
+    cluster.send_outputs(engine, replace(last, timing=timing, **output))
 
 
 def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
@@ -53,7 +53,7 @@ def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
     engine = cluster.runs(stream)
     assert engine is not None
     rest = ANSWER[len(message_of(stream, engine).output_token_ids) :]
-    cluster.tell(engine, RequestOutput(stream.id, rest, "stop", num_cached_tokens=19))
+    cluster.send_outputs(engine, RequestOutput(stream.id, rest, "stop", num_cached_tokens=19))
     return stream.request.output_token_ids
 
 
@@ -93,7 +93,7 @@ def test_engines_are_looked_through_only_where_some_compute_prompts(
     [
         {"prompt": LONG[: MIN_TOKENS - 1]},
         {"prompt": LONG, "pooling": PoolingParams()},
-        {"prompt": LONG, "alone": 3},
+        {"prompt": LONG, "exclusive_steps": 3},
         {"prompt": LONG, "sampling": replace(GREEDY, prompt_logprobs=1)},
     ],
     ids=["short", "pooling", "suspect", "scored prompt"],
@@ -117,7 +117,7 @@ def test_a_prefill_engine_answers_what_asks_for_one_token(prompt_logprobs: int |
     prefill = cluster.engines[0]
     assert message_of(stream, prefill).sampling == one
     assert not message_of(stream, prefill).offers_blocks
-    cluster.tell(prefill, RequestOutput(stream.id, [7], "length"))
+    cluster.send_outputs(prefill, RequestOutput(stream.id, [7], "length"))
     assert stream.request.output_token_ids == [7]
     assert not cluster.router.delivery.in_flight
 
@@ -206,7 +206,7 @@ def test_an_answer_goes_on_elsewhere_by_way_of_a_prefill_engine() -> None:
     end_prefill(cluster, stream)
     decode = cluster.runs(stream)
     assert decode is not None
-    cluster.tell(decode, RequestOutput(stream.id, ANSWER[:1]))
+    cluster.send_outputs(decode, RequestOutput(stream.id, ANSWER[:1]))
     cluster.die(decode)
     asked = message_of(stream, cluster.engines[0])
     assert (asked.output_token_ids, asked.sampling.max_tokens) == (ANSWER[:1], 2)
@@ -255,8 +255,12 @@ def test_whoever_dies_whenever_all_answers_are_whole(seed: int) -> None:
                 told = len(stream.request.output_token_ids)
                 last = told + 1 == len(ANSWER)
                 output = RequestOutput(stream.id, ANSWER[told : told + 1], "stop" if last else None)
-                flags = {"alone": stream.id} if message.alone else {"alone": 0}
-                cluster.tell(engine, output, **flags)
+                flags = (
+                    {"exclusive_request": stream.id}
+                    if message.exclusive_steps
+                    else {"exclusive_request": 0}
+                )
+                cluster.send_outputs(engine, output, **flags)
     for stream in streams:
         assert stream.finished
         assert stream.request.output_token_ids == ANSWER

@@ -3,10 +3,10 @@
 import pytest
 
 from engine.shared.messages import RequestOutput
-from server.router.failover import CONVICTING_DEATHS, MAX_TRIES, STEPS_ALONE
+from server.router.failover import CONVICTING_DEATHS, EXCLUSIVE_STEPS, MAX_TRIES
 from server.router.generation_client import KillsEngines
 from server.router.token_stream import RequestStream
-from tests.server.router.played_cluster import Cluster, Played, error_of
+from tests.server.router.fake_cluster import Cluster, FakeEngine, error_of
 
 
 def all_died_twice(cluster: Cluster, *names: str) -> list[RequestStream]:
@@ -22,18 +22,18 @@ def all_died_twice(cluster: Cluster, *names: str) -> list[RequestStream]:
     return streams
 
 
-def on_trial(cluster: Cluster) -> tuple[Played, int]:
+def on_trial(cluster: Cluster) -> tuple[FakeEngine, int]:
     """Return the engine with a request to run alone, and the request's id."""
     [(engine, request)] = [(e, r) for e in cluster.engines.values() for r in e.alone]
     return engine, request.id
 
 
-def dies_with(cluster: Cluster, stream: RequestStream) -> Played:
+def dies_with(cluster: Cluster, stream: RequestStream) -> FakeEngine:
     """Let one engine after the other die while it runs a suspect alone; return the last."""
     for remaining in reversed(range(CONVICTING_DEATHS)):
         engine, id_ = on_trial(cluster)
         assert id_ == stream.request.id, "it is tried again before others"
-        cluster.tell(engine, alone=id_)
+        cluster.send_outputs(engine, exclusive_request=id_)
         cluster.die(engine)
         if remaining:
             assert error_of(stream) is None
@@ -58,11 +58,11 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
-    assert engine.held[id_].alone == STEPS_ALONE
-    cluster.tell(engine, alone=id_)
-    cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+    assert engine.held[id_].exclusive_steps == EXCLUSIVE_STEPS
+    cluster.send_outputs(engine, exclusive_request=id_)
+    cluster.send_outputs(engine, RequestOutput(id_, [5]), exclusive_request=0)
     assert not stream.request.suspicion.died_on
-    assert stream.request.message.alone == 0
+    assert stream.request.message.exclusive_steps == 0
     cluster.die(engine)
     assert error_of(stream) is None or stream.request.output_token_ids == [5]
     assert cluster.runs(stream) is not None, "an ordinary request again"
@@ -72,17 +72,17 @@ def test_somebody_who_kills_an_engine_does_not_convict_the_request_that_ran_ther
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
-    cluster.tell(engine, alone=id_)
+    cluster.send_outputs(engine, exclusive_request=id_)
     cluster.die(engine)
     assert error_of(stream) is None
     cluster.start(0)
     engine, id_ = on_trial(cluster)
     assert id_ == stream.request.id
-    cluster.tell(engine, alone=id_)
-    cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+    cluster.send_outputs(engine, exclusive_request=id_)
+    cluster.send_outputs(engine, RequestOutput(id_, [5]), exclusive_request=0)
     assert cluster.runs(stream) is engine
-    assert not stream.request.message.alone
-    assert not stream.request.suspicion.deaths_alone, "it starts anew"
+    assert not stream.request.message.exclusive_steps
+    assert not stream.request.suspicion.exclusive_deaths, "it starts anew"
 
 
 def test_suspects_are_tried_one_at_a_time() -> None:
@@ -90,11 +90,11 @@ def test_suspects_are_tried_one_at_a_time() -> None:
     streams = all_died_twice(cluster, "a", "b", "c")
     for _ in range(3):
         engine, id_ = on_trial(cluster)
-        cluster.tell(engine, alone=id_)
-        cluster.tell(engine, RequestOutput(id_, [5]), alone=0)
+        cluster.send_outputs(engine, exclusive_request=id_)
+        cluster.send_outputs(engine, RequestOutput(id_, [5]), exclusive_request=0)
     assert not cluster.router.failover.probation.suspects
     assert all(cluster.runs(stream) is not None for stream in streams)
-    assert all(not stream.request.message.alone for stream in streams)
+    assert all(not stream.request.message.exclusive_steps for stream in streams)
 
 
 def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
@@ -113,7 +113,7 @@ def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
         if stream is not killer:
             assert error_of(stream) is None
             assert cluster.runs(stream) is not None
-            assert not stream.request.message.alone, "the killer explains all deaths"
+            assert not stream.request.message.exclusive_steps, "the killer explains all deaths"
             assert not stream.request.suspicion.died_on
 
 
@@ -122,11 +122,11 @@ def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
     cluster = Cluster(0)
     [killer] = all_died_twice(cluster, "killer")
     engine, id_ = on_trial(cluster)
-    cluster.tell(engine, alone=id_)
+    cluster.send_outputs(engine, exclusive_request=id_)
     cluster.die(engine)
     cluster.start(engine.rank)
     engine, id_ = on_trial(cluster)
-    cluster.tell(engine, alone=id_)
+    cluster.send_outputs(engine, exclusive_request=id_)
     if how == "unreachable":
         engine.reachable = False
         bystander = cluster.submit("b")
@@ -169,7 +169,7 @@ def test_deaths_while_another_front_ends_request_ran_alone_do_not_count() -> Non
     stream = cluster.submit("a")
     for _ in range(4):
         engine = cluster.engines[0]
-        cluster.tell(engine, alone=999)
+        cluster.send_outputs(engine, exclusive_request=999)
         cluster.die(engine)
         cluster.start(0)
     engine = cluster.engines[0]
@@ -182,7 +182,7 @@ def test_the_engine_falling_silent_convicts_nobody() -> None:
     cluster = Cluster(0, 1)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
-    cluster.tell(engine, alone=id_)
+    cluster.send_outputs(engine, exclusive_request=id_)
     cluster.now += 4.0  # more than half the grace period, less than the time limit
     del cluster.engines[engine.rank]
     cluster.publish()
@@ -215,15 +215,20 @@ def test_who_is_suspected_again_runs_alone_for_longer() -> None:
     steps = []
     for _ in range(4):
         engine, id_ = on_trial(cluster)
-        steps.append(engine.held[id_].alone)
-        cluster.tell(engine, alone=id_)
-        cluster.tell(engine, alone=0)
+        steps.append(engine.held[id_].exclusive_steps)
+        cluster.send_outputs(engine, exclusive_request=id_)
+        cluster.send_outputs(engine, exclusive_request=0)
         for _ in range(2):
             cluster.die(cluster.runs(stream))  # type: ignore[arg-type]
             for rank in (0, 1):
                 if rank not in cluster.engines:
                     cluster.start(rank)
-    assert steps == [STEPS_ALONE, 4 * STEPS_ALONE, 16 * STEPS_ALONE, 16 * STEPS_ALONE]
+    assert steps == [
+        EXCLUSIVE_STEPS,
+        4 * EXCLUSIVE_STEPS,
+        16 * EXCLUSIVE_STEPS,
+        16 * EXCLUSIVE_STEPS,
+    ]
 
 
 def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:

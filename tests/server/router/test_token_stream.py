@@ -6,7 +6,7 @@ import pytest
 
 from engine.shared.messages import AddRequest, RequestOutput, SamplingParams, TokenLogprob
 from server.limits import MAX_UNREAD
-from server.router.token_stream import ReaderTooSlow, RequestStream, Unread, merge, weight
+from server.router.token_stream import ReaderTooSlow, RequestStream, UnreadOutputs, merge, weight
 
 SCORE = TokenLogprob(-0.1, 1, list(range(20)), [-0.1] * 20)
 
@@ -64,8 +64,8 @@ async def test_a_stream_that_is_read_may_be_as_long_as_it_likes() -> None:
     assert owner.closed == 0
 
 
-def sequences(count: int) -> tuple[Unread, list[RequestStream]]:
-    unread = Unread()
+def sequences(count: int) -> tuple[UnreadOutputs, list[RequestStream]]:
+    unread = UnreadOutputs()
     request = AddRequest(1, "r", 0, 0, [1], SamplingParams(max_tokens=10**6, seed=1))
     return unread, [RequestStream(request, lambda _: None, None, unread) for _ in range(count)]
 

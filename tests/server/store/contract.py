@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from server.limits import MAX_KEPT_LENGTH
+from server.limits import MAX_STORED_LENGTH
 from server.store.records import ROW_BYTES, Part, Record, StoreFull, TooLong
 from server.store.sql import SqlBackend
 from tests.support.waiting import PATIENCE
@@ -91,9 +91,9 @@ def test_a_conversation_is_a_chain_of_responses(store: SqlBackend) -> None:
 
 
 def test_a_chain_that_is_too_large_is_refused(opener: Opener) -> None:
-    store = opener(4 * MAX_KEPT_LENGTH, DAY)
-    put(store, response("r0", size=MAX_KEPT_LENGTH // 2))
-    put(store, response("r1", size=MAX_KEPT_LENGTH // 2, previous="r0"))
+    store = opener(4 * MAX_STORED_LENGTH, DAY)
+    put(store, response("r0", size=MAX_STORED_LENGTH // 2))
+    put(store, response("r1", size=MAX_STORED_LENGTH // 2, previous="r0"))
     with pytest.raises(TooLong):
         store.chain("a", "r1")
     store.close()
@@ -247,9 +247,9 @@ def response_in(conversation_: str, id_: str, size: int) -> Record:
 
 
 def test_a_conversation_that_is_too_large_is_refused(opener: Opener) -> None:
-    store = opener(4 * MAX_KEPT_LENGTH, DAY)
+    store = opener(4 * MAX_STORED_LENGTH, DAY)
     conversation(store, "c")
-    item = Part(id="i", body=b"x" * (MAX_KEPT_LENGTH // 2))
+    item = Part(id="i", body=b"x" * (MAX_STORED_LENGTH // 2))
     store.add("a", "c", [item])
     with pytest.raises(TooLong):
         store.add("a", "c", [item])
@@ -257,12 +257,12 @@ def test_a_conversation_that_is_too_large_is_refused(opener: Opener) -> None:
     store.close()
 
 
-def _write_until_killed(opener: Opener, told: "multiprocessing.connection.Connection") -> None:
+def _write_until_killed(opener: Opener, writer: "multiprocessing.connection.Connection") -> None:
     backend = opener(1 << 30, DAY)
     number = 0
     while True:
         put(backend, response(f"k{number}", size=5_000))
-        told.send(number)
+        writer.send(number)
         number += 1
 
 

@@ -66,7 +66,7 @@ class Fleet:
 def fleet(
     tokenizer: Any, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fleet]:
-    monkeypatch.setattr("server.upstreams.routes.LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("server.upstreams.routes.CHECK_INTERVAL", 0.0)
     with contextlib.ExitStack() as stack:
         yield Fleet(tokenizer, served, tmp_path, stack)
 

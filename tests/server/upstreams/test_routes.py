@@ -58,7 +58,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_models_come_and_go_with_the_file_and_a_bad_one_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(routes, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(routes, "CHECK_INTERVAL", 0.0)
     path = tmp_path / "routes.yaml"
     path.write_text("b: http://b\n")
     known = ModelRoutes(str(path))

@@ -128,8 +128,8 @@ class GgufCheckpoint(Checkpoint):
             return source, info
         one = msgspec.structs.replace(info, shape=info.shape[1:])
         first = info.offset + source.index * one.num_bytes
-        alone = msgspec.structs.replace(source, index=None, shape=one.shape)
-        return alone, msgspec.structs.replace(one, offset=first)
+        unindexed = msgspec.structs.replace(source, index=None, shape=one.shape)
+        return unindexed, msgspec.structs.replace(one, offset=first)
 
     def _blocks(self, info: TensorInfo) -> Tensor:
         return self._stored(info).view(-1, info.storage.num_bytes)

@@ -331,8 +331,8 @@ def test_another_cluster_key_is_named_on_both_sides(
     cluster = msgspec.structs.replace(config.cluster, cluster_key_file=str(wrong))
     start_node(on_node_1(config, cluster=cluster))
     links = lead(config)
-    for told in ("--cluster-key-file holds another key there", "its cluster key is not ours"):
-        while told not in caplog.text:
+    for text in ("--cluster-key-file holds another key there", "its cluster key is not ours"):
+        while text not in caplog.text:
             with contextlib.suppress(NodesMissing):
                 links.wait(lambda _: None, 0.1)
 
@@ -472,11 +472,11 @@ def test_what_no_node_says_is_dropped(
 def test_an_engine_whose_nodes_do_not_come_says_which_and_what_to_do(
     config: EngineConfig, lead: Lead
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(NodesMissing, match="same command with --node-rank 1 there"):
-        lead(config).wait(told.append, 0.3)
+        lead(config).wait(messages.append, 0.3)
     where = f"127.0.0.1:{config.parallel.master_port}"
-    assert told == [
+    assert messages == [
         f"waiting for node 1 to join at {where}: run the same command with --node-rank 1 there"
     ]
 
@@ -484,11 +484,13 @@ def test_an_engine_whose_nodes_do_not_come_says_which_and_what_to_do(
 def test_models_with_other_contents_differ_and_a_simulated_engine_cannot_span(
     config: EngineConfig,
 ) -> None:
-    ours = agreement(config)
-    assert difference(ours, ours) is None
-    theirs = ours | {"config.json of the model": "0"}
-    assert "config.json of the model" in (difference(ours, theirs) or "")
-    assert "later is not known on the first node" in (difference(ours, ours | {"later": "1"}) or "")
+    local = agreement(config)
+    assert difference(local, local) is None
+    remote = local | {"config.json of the model": "0"}
+    assert "config.json of the model" in (difference(local, remote) or "")
+    assert "later is not known on the first node" in (
+        difference(local, local | {"later": "1"}) or ""
+    )
     simulated = ExecutorConfig(executor="simulated")
     with pytest.raises(CannotSpan, match="--executor model"):
         agreement(msgspec.structs.replace(config, executor=simulated))

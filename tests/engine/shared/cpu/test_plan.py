@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.shared.cpu.lists import CpuList
-from engine.shared.cpu.plan import BadCpuBind, CpuPlan, Topology, Wish, make_plan
+from engine.shared.cpu.plan import BadCpuBind, BindRequest, CpuPlan, Topology, make_plan
 
 
 def machine(nodes: int, cores: int, threads: int = 1, quota: float | None = None) -> Topology:
@@ -23,9 +23,9 @@ def machine(nodes: int, cores: int, threads: int = 1, quota: float | None = None
     )
 
 
-def wish(bind: str, engines: int, **other: int | bool | None) -> Wish:
+def request(bind: str, engines: int, **other: int | bool | None) -> BindRequest:
     fields = {"bind": bind, "engines": engines, **other}
-    return Wish(**fields)  # type: ignore[arg-type]  # by name, as the struct checks
+    return BindRequest(**fields)  # type: ignore[arg-type]  # by name, as the struct checks
 
 
 def span(first: int, last: int) -> CpuList:
@@ -33,49 +33,49 @@ def span(first: int, last: int) -> CpuList:
 
 
 def test_each_of_two_engines_gets_a_numa_node_less_what_front_ends_need() -> None:
-    plan = make_plan(wish("auto", 2, others=3), machine(2, 32))
+    plan = make_plan(request("auto", 2, others=3), machine(2, 32))
     assert plan.engines == ((span(2, 31),), (span(34, 63),))
     assert plan.others == (0, 1, 32, 33)
     assert [plan.of_engine(number) for number in range(3)] == ["2-31", "34-63", "none"]
 
 
 def test_cores_are_shared_out_whole_with_all_their_threads() -> None:
-    plan = make_plan(wish("auto", 2), machine(2, 4, threads=2))
+    plan = make_plan(request("auto", 2), machine(2, 4, threads=2))
     assert plan.engines == (((0, 1, 2, 3, 8, 9, 10, 11),), ((4, 5, 6, 7, 12, 13, 14, 15),))
 
 
 def test_processes_of_one_engine_are_on_one_node_where_there_is_room() -> None:
-    plan = make_plan(wish("auto", 2, processes=2), machine(2, 8))
+    plan = make_plan(request("auto", 2, processes=2), machine(2, 8))
     assert plan.engines == ((span(0, 3), span(4, 7)), (span(8, 11), span(12, 15)))
-    alone = make_plan(wish("auto", 1, processes=2), machine(2, 8))
+    alone = make_plan(request("auto", 1, processes=2), machine(2, 8))
     assert alone.engines == ((span(0, 7), span(8, 15)),)
 
 
 def test_an_engine_gets_neighbouring_nodes_where_there_are_more_nodes_than_engines() -> None:
-    plan = make_plan(wish("auto", 2), machine(4, 8))
+    plan = make_plan(request("auto", 2), machine(4, 8))
     assert plan.engines == ((span(0, 15),), (span(16, 31),))
 
 
 @pytest.mark.parametrize(
     ("made", "topology", "reason"),
     [
-        (wish("auto", 2), machine(1, 64), "one NUMA node"),
-        (wish("auto", 1), machine(2, 32), "one process may use all"),
-        (wish("auto", 0), machine(2, 32), "one process may use all"),
-        (wish("auto", 3), machine(2, 32), "3 processes cannot share 2 NUMA nodes evenly"),
-        (wish("auto", 2, others=3), machine(2, 4), "left over"),
-        (wish("auto", 40), machine(2, 16), "left over"),
-        (wish("auto", 2), machine(2, 32, quota=48.0), "quota"),
-        (wish("auto", 2, on_cpu=False), machine(2, 32), "no model"),
-        (wish("auto", 2, threads=40), machine(2, 32), "--threads"),
-        (wish("none", 2), machine(2, 32), "--cpu-bind none"),
-        (wish("auto", 2), None, "cannot be bound"),
+        (request("auto", 2), machine(1, 64), "one NUMA node"),
+        (request("auto", 1), machine(2, 32), "one process may use all"),
+        (request("auto", 0), machine(2, 32), "one process may use all"),
+        (request("auto", 3), machine(2, 32), "3 processes cannot share 2 NUMA nodes evenly"),
+        (request("auto", 2, others=3), machine(2, 4), "left over"),
+        (request("auto", 40), machine(2, 16), "left over"),
+        (request("auto", 2), machine(2, 32, quota=48.0), "quota"),
+        (request("auto", 2, on_cpu=False), machine(2, 32), "no model"),
+        (request("auto", 2, threads=40), machine(2, 32), "--threads"),
+        (request("none", 2), machine(2, 32), "--cpu-bind none"),
+        (request("auto", 2), None, "cannot be bound"),
         # A container whose CPUs are nearly all on one of two nodes.
-        (wish("auto", 2), Topology((((0,), (1,), (2,)), ((8,),))), "left over"),
+        (request("auto", 2), Topology((((0,), (1,), (2,)), ((8,),))), "left over"),
     ],
 )
 def test_auto_leaves_alone_what_it_could_make_worse(
-    made: Wish, topology: Topology | None, reason: str
+    made: BindRequest, topology: Topology | None, reason: str
 ) -> None:
     plan = make_plan(made, topology)
     assert (plan.engines, plan.others) == ((), ())
@@ -84,47 +84,47 @@ def test_auto_leaves_alone_what_it_could_make_worse(
 
 
 def test_a_quota_of_all_cpus_is_none() -> None:
-    assert make_plan(wish("auto", 2), machine(2, 32, quota=64.0)).engines
+    assert make_plan(request("auto", 2), machine(2, 32, quota=64.0)).engines
 
 
 def test_lists_are_taken_as_they_are_and_front_ends_get_the_rest() -> None:
-    plan = make_plan(wish("1-3|5-7", 2, others=2), machine(2, 4))
+    plan = make_plan(request("1-3|5-7", 2, others=2), machine(2, 4))
     assert plan == CpuPlan((((1, 2, 3),), ((5, 6, 7),)), (0, 4))
-    crowded = make_plan(wish("1-3|5-7", 2, others=3), machine(2, 4))
+    crowded = make_plan(request("1-3|5-7", 2, others=3), machine(2, 4))
     assert crowded.others == (), "they would have to share CPUs: they use any"
 
 
 def test_a_list_for_an_engine_is_divided_among_its_processes_by_whole_cores() -> None:
-    plan = make_plan(wish("0-7", 1, processes=2), machine(1, 4, threads=2))
+    plan = make_plan(request("0-7", 1, processes=2), machine(1, 4, threads=2))
     assert plan.engines == (((0, 1, 4, 5), (2, 3, 6, 7)),)
-    uneven = make_plan(wish("0-4", 1, processes=3), machine(1, 8))
+    uneven = make_plan(request("0-4", 1, processes=3), machine(1, 8))
     assert uneven.engines == (((0, 1), (2, 3), (4,)),)
 
 
 def test_lists_for_processes_go_engine_by_engine() -> None:
-    plan = make_plan(wish("0|1|2|3", 2, processes=2), machine(1, 4))
+    plan = make_plan(request("0|1|2|3", 2, processes=2), machine(1, 4))
     assert plan.engines == (((0,), (1,)), ((2,), (3,)))
 
 
 def test_more_lists_than_engines_are_for_those_that_scaling_adds() -> None:
-    plan = make_plan(wish("0|1|2", 2), machine(1, 4))
+    plan = make_plan(request("0|1|2", 2), machine(1, 4))
     assert [plan.of_engine(number) for number in range(4)] == ["0", "1", "2", "none"]
 
 
 @pytest.mark.parametrize(
     ("made", "topology", "complaint"),
     [
-        (wish("0-3|4-8", 2), machine(1, 8), r"CPU 8 is not among .* here: 0-7"),
-        (wish("0-3", 2), machine(1, 8), r"for each engine of this node \(2\), .* not 1"),
-        (wish("0|1|2", 2, processes=2), machine(1, 8), r"or for each of their processes \(4\)"),
-        (wish("0|1|2|3|4", 2, processes=2), machine(1, 8), r"\(4\), .* not 5"),
-        (wish("0,4", 1, processes=2), machine(1, 4, threads=2), "1 core for 2 processes"),
-        (wish("0-3|4-5", 2, threads=3), machine(1, 8), "4-5 is shorter than the 3 threads"),
-        (wish("0-3|4-7", 2), None, "needs Linux"),
+        (request("0-3|4-8", 2), machine(1, 8), r"CPU 8 is not among .* here: 0-7"),
+        (request("0-3", 2), machine(1, 8), r"for each engine of this node \(2\), .* not 1"),
+        (request("0|1|2", 2, processes=2), machine(1, 8), r"or for each of their processes \(4\)"),
+        (request("0|1|2|3|4", 2, processes=2), machine(1, 8), r"\(4\), .* not 5"),
+        (request("0,4", 1, processes=2), machine(1, 4, threads=2), "1 core for 2 processes"),
+        (request("0-3|4-5", 2, threads=3), machine(1, 8), "4-5 is shorter than the 3 threads"),
+        (request("0-3|4-7", 2), None, "needs Linux"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused_by_the_flag_s_name(
-    made: Wish, topology: Topology | None, complaint: str
+    made: BindRequest, topology: Topology | None, complaint: str
 ) -> None:
     with pytest.raises(BadCpuBind, match=f"--cpu-bind .*{complaint}"):
         make_plan(made, topology)
@@ -147,7 +147,7 @@ def any_topology(draw: random.Random) -> Topology:
     return Topology(tuple(nodes) or (((0,),),), quota)
 
 
-def check_auto(plan: CpuPlan, made: Wish, topology: Topology) -> None:
+def check_auto(plan: CpuPlan, made: BindRequest, topology: Topology) -> None:
     cores = [set(core) for node in topology.nodes for core in node]
     flat = [cpus for engine in plan.engines for cpus in engine]
     assert [len(engine) for engine in plan.engines] == [made.processes] * made.engines
@@ -174,7 +174,7 @@ def test_whatever_the_machine_no_cpu_is_given_twice_and_auto_keeps_its_promises(
     bound = 0
     for _ in range(5000):
         topology = any_topology(draw)
-        made = wish(
+        made = request(
             "auto",
             draw.choice([0, 1, 2, 2, 3, 4, 8]),
             processes=draw.choice([1, 1, 1, 2, 4]),
@@ -203,7 +203,7 @@ def test_whatever_the_machine_lists_are_kept_or_refused() -> None:
         numbers = draw.sample(range(max(topology.cpus) + 2), min(12, len(topology.cpus)))
         count = draw.randint(1, min(5, len(numbers)))
         lists = [sorted(numbers[part::count]) for part in range(count)]
-        made = wish(
+        made = request(
             "|".join(",".join(map(str, cpus)) for cpus in lists),
             draw.choice([1, 2, 3, 4]),
             processes=draw.choice([1, 1, 2]),

@@ -60,10 +60,10 @@ def test_resources_that_are_none_are_refused_by_the_settings_name(text: str) -> 
 
 def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it_is_shown() -> None:
     config = EngineConfig(parallel=TWO)
-    on_cpu = engine_config(config, gpus=False, most_on_node=3)
+    on_cpu = engine_config(config, gpus=False, max_engines_per_node=3)
     assert (on_cpu.executor.threads, on_cpu.model.device) == (2, "cpu")
     assert on_cpu.parallel.engines_on_node == 3
-    on_gpu = engine_config(config, gpus=True, most_on_node=3)
+    on_gpu = engine_config(config, gpus=True, max_engines_per_node=3)
     assert (on_gpu.executor.threads, on_gpu.model.device) == (None, "cuda")
     assert on_gpu.parallel.number_on_node == 0
     assert on_gpu.parallel.data_parallel_rank == 3
@@ -86,10 +86,10 @@ def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("server.fleet.ray.needs._torch", lambda: "2.13.0")
     relay = {"relay": "server.fleet.ray.messages"}
     assert differences({"swell": "0.2.0", "torch": "2.13.0", **relay}, "b") is None
-    told = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")
-    assert told is not None
-    assert "10.0.0.7" in told
-    assert "swell 0.1.0 there, 0.2.0 here; torch 2.12.1 there, 2.13.0 here" in told
+    message = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")
+    assert message is not None
+    assert "10.0.0.7" in message
+    assert "swell 0.1.0 there, 0.2.0 here; torch 2.12.1 there, 2.13.0 here" in message
     missing = differences({"swell": "none (No module named 'engine')", "torch": "2.13.0"}, "b")
     assert missing is not None
     assert "none (No module named 'engine') there" in missing

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from server.fleet.ray.packing import Packing, PackStrategy, RayNode, most_on_a_node
+from server.fleet.ray.packing import Packing, PackStrategy, RayNode, max_ranks_per_node
 
 NEEDS = {"CPU": 2.0, "slot": 1.0}
 
@@ -46,7 +46,7 @@ def test_ranks_are_planned_as_the_strategy_says(
     assert [each.name for each in planned] == sorted(
         (each.name for each in planned), key=["head", "b", "c", "d"].index
     )
-    assert most_on_a_node(planned) == max(expected.values(), default=1)
+    assert max_ranks_per_node(planned) == max(expected.values(), default=1)
 
 
 def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:

@@ -11,7 +11,7 @@ import pytest
 from engine.shared.config import BUNDLED_MODEL, ClusterConfig, EngineConfig, ModelConfig
 from server.config import FrontEndConfig, HttpConfig
 from server.fleet.ray.messages import ActorLaunch
-from server.fleet.ray.relay import in_memory, settled, start_program
+from server.fleet.ray.relay import adapted, in_memory, start_program
 
 AT_HEAD = "/of/head/bundled_model"
 
@@ -29,23 +29,23 @@ def config_of(model: str) -> EngineConfig:
 def test_the_key_is_a_file_on_no_disk() -> None:
     key = in_memory(b"a secret")
     assert key is not None
-    path = settled(config_of("m"), AT_HEAD, key, "10.0.0.2").cluster.cluster_key_file
+    path = adapted(config_of("m"), AT_HEAD, key, "10.0.0.2").cluster.cluster_key_file
     assert path is not None
     assert Path(path).read_bytes() == b"a secret"
     assert not os.fstat(key).st_nlink
     os.close(key)
     assert in_memory(None) is None
-    assert settled(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster.cluster_key_file is None
+    assert adapted(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster.cluster_key_file is None
 
 
 def test_what_belongs_to_the_supervisors_node_stays_there() -> None:
-    cluster = settled(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster
+    cluster = adapted(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster
     assert cluster == ClusterConfig(coordinator="head:7550", node="10.0.0.2")
 
 
 def test_the_bundled_model_is_that_of_the_node() -> None:
-    assert settled(config_of(AT_HEAD), AT_HEAD, None, "10.0.0.2").model.model == str(BUNDLED_MODEL)
-    assert settled(config_of("/models/m"), AT_HEAD, None, "10.0.0.2").model.model == "/models/m"
+    assert adapted(config_of(AT_HEAD), AT_HEAD, None, "10.0.0.2").model.model == str(BUNDLED_MODEL)
+    assert adapted(config_of("/models/m"), AT_HEAD, None, "10.0.0.2").model.model == "/models/m"
 
 
 def test_an_api_server_whose_address_is_taken_says_what_to_do() -> None:

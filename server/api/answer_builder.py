@@ -20,7 +20,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 _encode = msgspec.json.Encoder().encode
 
 
-class Growing(ABC, Generic[Answer, Item, Event]):
+class AnswerBuilder(ABC, Generic[Answer, Item, Event]):
     """Builds an answer from deltas and renders its growth as a stream of events.
 
     A state machine without I/O. One item is open at a time; its text is stored in it when it
@@ -46,10 +46,10 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     def push(self, index: int, delta: Delta) -> bytes:
         """Return the frames of a delta."""
-        told = self._grow(delta)
+        emitted = self._grow(delta)
         if not self._begun:
-            self._begun, told = True, [*self._begin(), *told]
-        return self.frames(told)
+            self._begun, emitted = True, [*self._begin(), *emitted]
+        return self.frames(emitted)
 
     def complete(self, usage: Usage) -> Answer:
         """Return the complete answer; no further deltas may follow."""
@@ -71,14 +71,14 @@ class Growing(ABC, Generic[Answer, Item, Event]):
         self._grow(delta)
         return self.complete(usage)
 
-    def frames(self, told: Sequence[Event]) -> bytes:
+    def frames(self, emitted: Sequence[Event]) -> bytes:
         """Return the frames of the next events of the stream."""
-        return event_frames(told)
+        return event_frames(emitted)
 
     def _grow(self, delta: Delta) -> list[Event]:
         """Add a delta to the answer; return the events that describe it."""
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        return [event for part in self._taken_apart(delta) for event in self._add(part)]
+        return [event for part in self._parse(delta) for event in self._add(part)]
 
     @abstractmethod
     def _begin(self) -> list[Event]:
@@ -108,7 +108,7 @@ class Growing(ABC, Generic[Answer, Item, Event]):
     def _complete(self, usage: Usage) -> list[Event]:
         """Close the open item and complete the answer; return the item's closing events."""
 
-    def _taken_apart(self, piece: Delta) -> list[Part]:
+    def _parse(self, piece: Delta) -> list[Part]:
         if self._reader is None:
             return [ContentText(piece.text)] if piece.text else []
         parts = self._reader.push(piece.text, piece.token_ids)
@@ -116,10 +116,10 @@ class Growing(ABC, Generic[Answer, Item, Event]):
 
     def _switch(self, item: Item) -> list[Event]:
         """Close the open item and open this one."""
-        told = self._close_item()
+        emitted = self._close_item()
         self._open = item
         self.items.append(item)
-        return [*told, self._opened(len(self.items) - 1, msgspec.structs.replace(item))]
+        return [*emitted, self._opened(len(self.items) - 1, msgspec.structs.replace(item))]
 
     def _close_item(self) -> list[Event]:
         if self._open is None:
@@ -138,24 +138,24 @@ def event_frames(events: Iterable[msgspec.Struct]) -> bytes:
     return b"".join(frames)
 
 
-class GrowingBody(WholeBody, Generic[Answer]):
+class BuiltBody(WholeBody, Generic[Answer]):
     """Renders accumulated deltas as one answer."""
 
     def __init__(
         self,
-        growing: Growing[Answer, Any, Any],
+        builder: AnswerBuilder[Answer, Any, Any],
         show: Callable[[Answer], msgspec.Struct] = lambda answer: answer,
     ) -> None:
         """`show` converts the answer to the response body."""
         super().__init__(1)
-        self._growing = growing
+        self._builder = builder
         self._show = show
         self._answer: Answer | None = None
 
     def complete(self, usage: Usage) -> Answer:
         """Return the complete answer; no further deltas may follow."""
         if self._answer is None:
-            self._answer = self._growing.whole(usage, self.answers()[0])
+            self._answer = self._builder.whole(usage, self.answers()[0])
         return self._answer
 
     def finish(self, usage: Usage) -> bytes:

@@ -8,23 +8,23 @@ from engine.distributed.group import Group
 from engine.executor.loading import LoadedModel
 from engine.executor.offloading import OffloadedWeights, offload
 from engine.models.formats.files import TensorFiles
-from engine.models.loading.mlps import GroupPlace
+from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
 from engine.runner.host_memory import give_back_freed_memory
 
-Load = Callable[[GroupPlace | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
-"""Loads the model with the experts of a place, or all experts, and keeps the measured expert load.
+Load = Callable[[GroupPosition | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
+"""Loads the model with the experts of a position, or all, and keeps the measured expert load.
 Weights come from the checkpoint, or from tensors that a trainer has sent."""
 
 
-class HeldModel:
+class ModelHolder:
     """The part of a model that this process computes."""
 
     def __init__(
         self,
         load: Load,
         device: torch.device,
-        place: GroupPlace | None,
+        in_group: GroupPosition | None,
         report: Callable[[str], None],
     ) -> None:
         """Load it.
@@ -36,16 +36,16 @@ class HeldModel:
         self._load = load
         self._device = device
         self._report = report
-        self.place = place
+        self.in_group = in_group
         self.balance: ExpertBalance | None = None
         """Measured load of the experts, if enabled."""
         self._experts: Group | None = None
         """All processes that hold experts, once known."""
         self._offloaded: OffloadedWeights | None = None
         """Offloaded weights, while they are not on the device."""
-        self._replaced: LoadedModel | None = None
+        self._previous: LoadedModel | None = None
         """The previous model after the weights were replaced, until that is settled."""
-        self.loaded: LoadedModel | None = self._new()
+        self.loaded: LoadedModel | None = self._load_new()
         """None while the weights are freed."""
 
     def share_experts(self, group: Group | None) -> None:
@@ -60,19 +60,19 @@ class HeldModel:
             experts.join(self._experts)
 
     @torch.inference_mode()
-    def move(self, place: GroupPlace, shards: int) -> None:
-        """Hold the experts of another place, with `shards` processes per engine."""
-        before, self.place = self.place, place
+    def move(self, in_group: GroupPosition, shards: int) -> None:
+        """Hold the experts of another position, with `shards` processes per engine."""
+        before, self.in_group = self.in_group, in_group
         if self.balance is not None:
-            self.balance.form(place.size * shards)
-        if place == before and self.balance is None:
+            self.balance.reset(in_group.size * shards)
+        if in_group == before and self.balance is None:
             return
-        if self._offloaded is not None:  # they belong to the previous place
+        if self._offloaded is not None:  # they belong to the previous position
             self.free()
         if self.loaded is None or self.loaded.loader is None:
             return
-        self._report(f"loading the experts of engine {place.position + 1} of {place.size}")
-        self.loaded.loader.spread_experts(self.loaded.model, place)
+        self._report(f"loading the experts of engine {in_group.position + 1} of {in_group.size}")
+        self.loaded.loader.redistribute_experts(self.loaded.model, in_group)
         give_back_freed_memory(self._device)
 
     def free(self) -> None:
@@ -98,32 +98,32 @@ class HeldModel:
             self._offloaded.restore()
             self._offloaded = None
         if self.loaded is None:
-            self.loaded = self._new()
+            self.loaded = self._load_new()
             self.join_experts()
         return self.loaded
 
     def replace(self, sent: TensorFiles | None) -> LoadedModel:
         """Load other weights; the previous ones are kept until `settle`, so both need memory."""
-        self._replaced = None
-        before, self.loaded = self.loaded, self._new(sent)
-        self._replaced = before
+        self._previous = None
+        before, self.loaded = self.loaded, self._load_new(sent)
+        self._previous = before
         self.join_experts()
         return self.loaded
 
     def settle(self, *, back: bool) -> None:
         """Free the previous weights, or with `back` switch back to them."""
-        replaced, self._replaced = self._replaced, None
+        replaced, self._previous = self._previous, None
         if back and replaced is not None:
             self.loaded = replaced
         give_back_freed_memory(self._device)
 
     def close(self) -> None:
         """Free everything."""
-        self._replaced = None
+        self._previous = None
         self.free()
 
-    def _new(self, sent: TensorFiles | None = None) -> LoadedModel:
-        loaded = self._load(self.place, self.balance, sent)
+    def _load_new(self, sent: TensorFiles | None = None) -> LoadedModel:
+        loaded = self._load(self.in_group, self.balance, sent)
         if loaded.model.expert_group is not None:
             self.balance = loaded.model.expert_group.balance
         return loaded

@@ -17,7 +17,7 @@ from server.api.services import Services
 from server.errors import ApiError, invalid, invalid_field, rate_limited, unavailable
 from server.generate.request import GenerationRequest
 from server.http.call import Call
-from server.limits import MAX_KEPT_ITEMS, MAX_KEPT_LENGTH
+from server.limits import MAX_STORED_ITEMS, MAX_STORED_LENGTH
 from server.schema.answer import Usage
 from server.store.records import Part, Record, StoreFull, TooLong
 from server.store.service import StoreUnavailable
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-NOT_KEPT = (StoreFull, StoreUnavailable, TooLong)
-_UNKEPT = "nothing is stored between requests: the server runs with --response-store none"
+NOT_STORED = (StoreFull, StoreUnavailable, TooLong)
+_STORE_DISABLED = "nothing is stored between requests: the server runs with --response-store none"
 _TOO_LARGE = invalid("It is too large to be stored.", code="too_large")
 TOO_MANY_IN_BACKGROUND = rate_limited(
     "Too many background responses are being generated or followed; try again later."
@@ -47,27 +47,27 @@ _ITEM_PREFIXES = {
 }  # fmt: skip
 
 
-async def kept(waiting: Awaitable[Result], too_long: ApiError = _TOO_LARGE) -> Result:
+async def store_call(call: Awaitable[Result], too_long: ApiError = _TOO_LARGE) -> Result:
     """Await a call of the store.
 
     Raises:
         ApiError: the store is unavailable; `too_long` if the result exceeds its limits.
     """
     try:
-        return await waiting
+        return await call
     except StoreUnavailable as error:
         raise unavailable("The response store is not available now; try again.") from error
     except (StoreFull, TooLong) as error:
         raise too_long from error
 
 
-class KeptOutput(msgspec.Struct):
+class StoredOutput(msgspec.Struct):
     """The part of a stored response that later requests need."""
 
     output: list[dict[str, Any]] = []
 
 
-class Keeping:
+class RequestStorage:
     """Storage for one request that may continue stored responses and have its response stored."""
 
     def __init__(self, call: Call, services: Services, request: schema.ResponsesRequest) -> None:
@@ -75,13 +75,13 @@ class Keeping:
         self._store = services.store
         self._owner = str(call.tenant.id)
         self._metrics = services.metrics
-        self._sent = request
-        self._keeps = services.store is not None and request.store is not False
+        self._request = request
+        self._stores = services.store is not None and request.store is not False
         self.name = uuid.uuid4().hex
         self.ended = False
         """Whether the final response has been stored."""
         self._renderer: ResponseRenderer | None = None
-        self._own: list[dict[str, Any]] = []
+        self._new_items: list[dict[str, Any]] = []
         """The request's items, with references resolved."""
         conversation = request.conversation
         self._conversation = (
@@ -98,97 +98,97 @@ class Keeping:
         assert self._store is not None, "nothing else is asked without it"
         return await self._store.call(query, self._owner, *args, **options)
 
-    async def whole_request(self) -> tuple[schema.ResponsesRequest, int]:
+    async def full_request(self) -> tuple[schema.ResponsesRequest, int]:
         """Return the request with all items that it continues, and the number of those.
 
         Raises:
             ApiError: a referenced object is not stored, or the total is too long.
         """
-        sent, own = self._sent, own_items(self._sent)
+        request, new = self._request, request_items(self._request)
         if self._store is None:
-            _refuse_kept(sent, own)
-            return sent, 0
-        if sent.previous_response_id is not None and self._conversation is not None:
+            _refuse_stored(request, new)
+            return request, 0
+        if request.previous_response_id is not None and self._conversation is not None:
             raise invalid_field("conversation", "not together with previous_response_id")
-        if sent.background and not self._keeps:
+        if request.background and not self._stores:
             raise invalid("background can only be used when `store` is true", "background")
         earlier = await self._earlier()
-        if any(isinstance(item, schema.ItemReference) for item in own):
-            own = await self._resolved(own)
-        self._own = [item_of(item) for item in own]
-        return sent.model_copy(update={"input": [*earlier, *own]}), len(earlier)
+        if any(isinstance(item, schema.ItemReference) for item in new):
+            new = await self._resolved(new)
+        self._new_items = [item_of(item) for item in new]
+        return request.model_copy(update={"input": [*earlier, *new]}), len(earlier)
 
     def renderer(
         self, body: schema.ResponsesRequest, request: GenerationRequest, table: TokenTable
     ) -> ResponseRenderer:
         """Return the renderer; a stored response gets an unguessable ID."""
-        name = self.name if self._keeps else None
+        name = self.name if self._stores else None
         self._renderer = renderer(body, request, table, name)
         return self._renderer
 
-    async def keep(self, usage: Usage) -> None:
+    async def store_final(self, usage: Usage) -> None:
         """Store the completed response.
 
         Raises:
             ApiError: it cannot be stored, and the client requested storing.
         """
         assert self._renderer is not None, "it has shown the answer"
-        if self._conversation is None and not self._keeps:
+        if self._conversation is None and not self._stores:
             return
         response = self._renderer.complete(usage)
         try:
             await self.put(response)
-        except NOT_KEPT as error:
-            if self._sent.store or self._conversation is not None or self._sent.background:
+        except NOT_STORED as error:
+            if self._request.store or self._conversation is not None or self._request.background:
                 raise unavailable("The response could not be stored; try again later.") from error
             logger.warning("response %s is not stored: %s", response.id, error)
             response.store = False
         self.ended = True
 
-    async def put(self, response: Response, *, begins: bool = False) -> None:
-        """Store a response in its current state; `begins`: for the first time, before generation.
+    async def put(self, response: Response, *, is_new: bool = False) -> None:
+        """Store a response in its current state; `is_new`: for the first time, before generation.
 
         Raises:
             StoreFull, StoreUnavailable, TooLong: it was not stored; the failure is counted.
         """
         try:
-            await self._put(response, begins=begins)
-        except NOT_KEPT:
+            await self._put(response, is_new=is_new)
+        except NOT_STORED:
             self._metrics.count("responses_not_kept")
             raise
 
-    async def _put(self, response: Response, *, begins: bool) -> None:
+    async def _put(self, response: Response, *, is_new: bool) -> None:
         items = []
         if self._conversation is not None and response.status in ("completed", "incomplete"):
-            said = [*self._own, *msgspec.to_builtins(response.output)]
-            items = [part_of(item) for item in said]
-        if self._keeps:
+            added = [*self._new_items, *msgspec.to_builtins(response.output)]
+            items = [part_of(item) for item in added]
+        if self._stores:
             record = Record(
                 id=response.id,
                 tenant=self._owner,
                 created=response.created_at,
                 status=response.status,
-                previous=self._sent.previous_response_id,
+                previous=self._request.previous_response_id,
                 conversation=self._conversation,
-                input=msgspec.json.encode(self._own),
+                input=msgspec.json.encode(self._new_items),
                 body=msgspec.json.encode(response),
             )
-            known = self._sent.background is True and not begins
+            known = self._request.background is True and not is_new
             await self._call(SqlBackend.put, record, items, only_known=known)
         elif self._conversation is not None and items:
             await self._call(SqlBackend.add, self._conversation, items)
 
     async def _earlier(self) -> list[Any]:
         """Return the items that precede those of the request."""
-        previous = self._sent.previous_response_id
+        previous = self._request.previous_response_id
         if previous is not None:
             texts = await self._chain(previous)
         elif self._conversation is not None:
             found = None
             if self._conversation.startswith(ID_PREFIXES["conversation"]):
-                found = await kept(self._call(SqlBackend.items, self._conversation))
+                found = await store_call(self._call(SqlBackend.items, self._conversation))
             if found is None:
-                raise _gone(self._conversation, "conversation")
+                raise _not_found(self._conversation, "conversation")
             texts = [msgspec.json.decode(item.body) for item in found]
         else:
             return []
@@ -199,19 +199,19 @@ class Keeping:
         """Return the items of a response and of its predecessors."""
         field = "previous_response_id"
         too_long = invalid_field(
-            field, f"the earlier responses have more than {MAX_KEPT_LENGTH} bytes"
+            field, f"the earlier responses have more than {MAX_STORED_LENGTH} bytes"
         )
         if not previous.startswith(ID_PREFIXES["response"]):
-            raise _gone(previous, field)
-        chain = await kept(self._call(SqlBackend.chain, previous), too_long)
+            raise _not_found(previous, field)
+        chain = await store_call(self._call(SqlBackend.chain, previous), too_long)
         if chain is None:
-            raise _gone(previous, field)
+            raise _not_found(previous, field)
         items: list[Any] = []
         for record in chain:
             items += [*msgspec.json.decode(record.input), *_output(record)]
-            if len(items) > MAX_KEPT_ITEMS:  # before they are processed at a cost
+            if len(items) > MAX_STORED_ITEMS:  # before they are processed at a cost
                 raise invalid_field(
-                    field, f"the earlier responses have more than {MAX_KEPT_ITEMS} items"
+                    field, f"the earlier responses have more than {MAX_STORED_ITEMS} items"
                 )
         return items
 
@@ -228,36 +228,36 @@ class Keeping:
             field = f"input[{index}].id"
             named = _OUTPUT_ITEM.fullmatch(item.id)
             if named is None:
-                raise _gone(item.id, field)
+                raise _not_found(item.id, field)
             if item.id not in outputs:
-                record = await kept(self._call(SqlBackend.get, f"resp_{named[1]}"))
+                record = await store_call(self._call(SqlBackend.get, f"resp_{named[1]}"))
                 if record is None:
-                    raise _gone(item.id, field)
+                    raise _not_found(item.id, field)
                 size += record.size
                 for each in _output(record):
                     [outputs[each["id"]]] = ITEMS.validate_python([each])
                     sizes[each["id"]] = len(msgspec.json.encode(each))
             found = outputs.get(item.id)
             if found is None:
-                raise _gone(item.id, field)
+                raise _not_found(item.id, field)
             # Counted per reference: the prompt repeats the item.
             size += sizes[item.id]
-            if size > MAX_KEPT_LENGTH:
-                raise invalid_field("input", f"it refers to more than {MAX_KEPT_LENGTH} bytes")
+            if size > MAX_STORED_LENGTH:
+                raise invalid_field("input", f"it refers to more than {MAX_STORED_LENGTH} bytes")
             resolved.append(found)
         return resolved
 
 
-def _refuse_kept(request: schema.ResponsesRequest, own: Sequence[Any]) -> None:
+def _refuse_stored(request: schema.ResponsesRequest, own: Sequence[Any]) -> None:
     for name in ("previous_response_id", "conversation", "store", "background"):
         if getattr(request, name):
-            raise invalid_field(name, _UNKEPT)
+            raise invalid_field(name, _STORE_DISABLED)
     for index, item in enumerate(own):
         if isinstance(item, schema.ItemReference):
-            raise invalid_field(f"input[{index}]", _UNKEPT)
+            raise invalid_field(f"input[{index}]", _STORE_DISABLED)
 
 
-def own_items(request: schema.ResponsesRequest) -> list[Any]:
+def request_items(request: schema.ResponsesRequest) -> list[Any]:
     """Return the input as items; a text becomes a user message."""
     if isinstance(request.input, str):
         return [schema.MessageItem(role="user", content=request.input)]
@@ -282,10 +282,10 @@ def item_of(item: Any) -> dict[str, Any]:
 
 
 def _output(record: Record) -> list[dict[str, Any]]:
-    return msgspec.json.decode(record.body, type=KeptOutput).output
+    return msgspec.json.decode(record.body, type=StoredOutput).output
 
 
-def _gone(name: str, field: str) -> ApiError:
+def _not_found(name: str, field: str) -> ApiError:
     return ApiError(
         404, f"{field}: {name!r} was not found; it may have expired.", param=field, code="not_found"
     )

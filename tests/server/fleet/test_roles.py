@@ -4,7 +4,7 @@ import msgspec
 
 from engine.shared.config import ParallelConfig
 from server.config import ServeConfig
-from server.fleet.places import coordinator_role, engine_role
+from server.fleet.roles import coordinator_role, engine_role
 
 
 def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:

@@ -32,7 +32,7 @@ ME = 77
 
 
 @dataclass
-class Played:
+class FakeEngine:
     """An engine process as seen by the front end."""
 
     rank: int
@@ -54,7 +54,7 @@ class Played:
     @property
     def alone(self) -> list[AddRequest]:
         """Requests that it must run exclusively and has not started."""
-        return [r for r in self.held.values() if r.alone and r.id not in self.begun]
+        return [r for r in self.held.values() if r.exclusive_steps and r.id not in self.begun]
 
     def stats(self) -> EngineStats:
         self.version += 1
@@ -85,7 +85,7 @@ class Cluster:
             self.router, send=self._send, notify=lambda notice: None, on_idle=lambda: None,
             metrics=self, clock=lambda: self.now,
         )  # fmt: skip
-        self.engines: dict[int, Played] = {}
+        self.engines: dict[int, FakeEngine] = {}
         self._incarnations = 10
         self._version = 0
         for rank in ranks:
@@ -108,15 +108,15 @@ class Cluster:
                 engine.held.pop(id_, None)
         return True
 
-    def start(self, rank: int, setup: EngineSetup = SETUP) -> Played:
+    def start(self, rank: int, setup: EngineSetup = SETUP) -> FakeEngine:
         """Start a new engine process that joins and greets."""
         self._incarnations += 1
-        engine = self.engines[rank] = Played(rank, self._incarnations, setup=setup)
+        engine = self.engines[rank] = FakeEngine(rank, self._incarnations, setup=setup)
         self.publish()
         self.hello(engine)
         return engine
 
-    def hello(self, engine: Played) -> None:
+    def hello(self, engine: FakeEngine) -> None:
         """Report from an engine that its request route is open."""
         self.shell.handle(
             EngineHello(engine.identity, RouteHello(engine.rank, engine.incarnation, 1))
@@ -134,17 +134,17 @@ class Cluster:
         )
         self.shell.handle(view)
 
-    def tell(self, engine: Played, *outputs: RequestOutput, **flags: Any) -> None:
+    def send_outputs(self, engine: FakeEngine, *outputs: RequestOutput, **flags: Any) -> None:
         """Send outputs from an engine, with stats that include `flags` from now on."""
         engine.flags |= flags
-        engine.begun.add(flags.get("alone", 0))
+        engine.begun.add(flags.get("exclusive_request", 0))
         engine.outputs += 1
         for output in outputs:
             if output.finish_reason is not None:
                 engine.held.pop(output.id)
         self.shell.handle(StepOutputs(engine.stats(), list(outputs)))
 
-    def die(self, engine: Played) -> None:
+    def die(self, engine: FakeEngine) -> None:
         """Send an engine's farewell message."""
         del self.engines[engine.rank]
         self.shell.handle(EngineDead(engine.rank, engine.incarnation, "boom"))
@@ -161,7 +161,7 @@ class Cluster:
             self.hello(engine)
         self.shell.handle(Tick())
 
-    def runs(self, stream: RequestStream) -> Played | None:
+    def runs(self, stream: RequestStream) -> FakeEngine | None:
         """Return the engine that has a request, if any has."""
         found = [e for e in self.engines.values() if stream.request.id in e.held]
         assert len(found) < 2

@@ -59,19 +59,19 @@ def front_end_roles(
         scalable: whether the node runs engines, whose number can be changed.
         cpus: CPUs to bind to; empty: any.
     """
-    places = range(config.supervisor.api_server_count)
-    create_load_table(node.share("loads"), len(places))
-    for name in ("name", "rows", *(f"row-{place}" for place in places)):
+    slots = range(config.supervisor.api_server_count)
+    create_load_table(node.share("loads"), len(slots))
+    for name in ("name", "rows", *(f"row-{slot}" for slot in slots)):
         node.share(f"admission/{name}")
-    create_admission_table(node.path / "admission", len(places))
-    for place in places:
+    create_admission_table(node.path / "admission", len(slots))
+    for slot in slots:
         for kind in ("counter", "histogram"):
             # The names that prometheus_client opens. It cannot read an empty file, which another
             # front end could find before the file's writer has started.
-            os.truncate(node.share(f"metrics/{kind}_api-{place}.db"), mmap.PAGESIZE)
+            os.truncate(node.share(f"metrics/{kind}_api-{slot}.db"), mmap.PAGESIZE)
 
-    def role_of(place: int) -> Role:
-        index = place if numbered else -1
+    def role_of(slot: int) -> Role:
+        index = slot if numbered else -1
 
         def launch(incarnation: int) -> dict[str, object]:
             # The fields of `server.front_end.FrontEndLaunch`, whose module would load the whole
@@ -79,7 +79,7 @@ def front_end_roles(
             return {
                 "config": config.front_end(),
                 "index": index,
-                "place": place,
+                "place": slot,
                 "incarnation": incarnation,
                 "socket_dir": str(node.path),
                 "listen_fd": listen_fd,
@@ -92,7 +92,7 @@ def front_end_roles(
             }
 
         role = Role(
-            name=f"api {place}",
+            name=f"api {slot}",
             module="server",
             launch=launch,
             member=("front_end", index),
@@ -101,27 +101,27 @@ def front_end_roles(
         )
         return role
 
-    return [role_of(place) for place in places]
+    return [role_of(slot) for slot in slots]
 
 
-def engine_role(config: ServeConfig, place: int, *, numbered: bool = True) -> Role:
-    """Return the role of a node's engine number `place`, counted from 0.
+def engine_role(config: ServeConfig, slot: int, *, numbered: bool = True) -> Role:
+    """Return the role of a node's engine number `slot`, counted from 0.
 
     Unless it is `numbered` according to the settings, the coordinator assigns its rank.
     """
     engine = config.engine()
-    rank = engine.parallel.rank_on_node(place) if numbered else None
+    rank = engine.parallel.rank_on_node(slot) if numbered else None
     port = engine.health.health_port
     of_rank = engine.changed(
         parallel={
             "data_parallel_rank": rank,
-            "data_parallel_rank_local": place,
+            "data_parallel_rank_local": slot,
             "data_parallel_size_local": engine.parallel.engines_on_node,
         },
-        health={"health_port": None if port is None else port + place},
+        health={"health_port": None if port is None else port + slot},
     )
     return Role(
-        name=f"engine {place if rank is None else rank}",
+        name=f"engine {slot if rank is None else rank}",
         module="engine",
         interpreter=engine.executor.engine_python,
         launch=lambda incarnation: EngineLaunch(of_rank, incarnation),

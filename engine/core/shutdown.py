@@ -10,7 +10,7 @@ DRAINING_WAIT = 0.02
 """Seconds between checks whether a draining engine can exit."""
 
 
-class Ending:
+class Shutdown:
     """Stop requests of one engine, and whether it can exit.
 
     Args:
@@ -24,7 +24,7 @@ class Ending:
         self._draining_since: float | None = None
         self._stop: Stop | None = None
 
-    def asked(self, order: Drain | Stop, now: float) -> None:
+    def request(self, order: Drain | Stop, now: float) -> None:
         """Record a request to stop, either once drained or immediately; `now` in monotonic
         seconds."""
         if isinstance(order, Stop):

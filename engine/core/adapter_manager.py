@@ -1,7 +1,7 @@
-"""An engine's adapters: those of the cluster's sheet, and those that its requests still use.
+"""An engine's adapters: those of the cluster's table, and those that its requests still use.
 
 Adapters are loaded in a background thread; `settled` collects the outcomes. An adapter that was
-removed from the sheet is kept until the last request with it has ended.
+removed from the table is kept until the last request with it has ended.
 """
 
 import logging
@@ -15,28 +15,28 @@ from engine.lora.adapter_config import BadAdapter
 from engine.lora.store import AdapterStore
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import LoraConfig
-from engine.shared.messages import AdapterEntry, AdapterLoad, AdapterSheet, HeldAdapter
+from engine.shared.messages import AdapterEntry, AdapterLoad, AdapterLoadResult, AdapterTable
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Held:
-    """One entry of the sheet, and the outcome of loading it."""
+class _Entry:
+    """One entry of the table, and the outcome of loading it."""
 
     entry: AdapterEntry
     loading: "Future[str] | None"
     """Resolves to its version; None once the outcome is known."""
-    outcome: HeldAdapter | None = None
+    outcome: AdapterLoadResult | None = None
 
 
-class HeldAdapters:
-    """Synchronizes an engine's adapters with the cluster's sheet.
+class AdapterManager:
+    """Synchronizes an engine's adapters with the cluster's table.
 
     Args:
         store: loads and stores them; None for an engine without adapters.
         scheduler: notified of the adapters that requests can use.
-        report: called with the sheet and its entries' outcomes whenever these change.
+        report: called with the table and its entries' outcomes whenever these change.
     """
 
     def __init__(
@@ -44,106 +44,106 @@ class HeldAdapters:
         config: LoraConfig,
         store: AdapterStore[Any] | None,
         scheduler: Scheduler,
-        report: Callable[[AdapterSheet, list[HeldAdapter]], None],
+        report: Callable[[AdapterTable, list[AdapterLoadResult]], None],
     ) -> None:
         self._config = config
         self._store = store
         self._scheduler = scheduler
         self._report = report
-        self._sheet = AdapterSheet(-1)
-        self._held: dict[int, _Held] = {}
-        self.lingers = False
-        """Whether an adapter removed from the sheet is kept for unfinished requests."""
+        self._table = AdapterTable(-1)
+        self._entries: dict[int, _Entry] = {}
+        self.keeps_unlisted = False
+        """Whether an adapter removed from the table is kept for unfinished requests."""
 
-    # -- the sheet -------------------------------------------------------------------------------
+    # -- the table -------------------------------------------------------------------------------
 
-    def take(self, sheet: AdapterSheet) -> None:
-        """Apply a sheet: load new entries, forget removed ones."""
-        if self._store is None or sheet.revision < self._sheet.revision:
+    def take(self, table: AdapterTable) -> None:
+        """Apply a table: load new entries, forget removed ones."""
+        if self._store is None or table.revision < self._table.revision:
             return
-        if sheet == self._sheet:
+        if table == self._table:
             return  # repeated
-        self._sheet = sheet
-        listed = {entry.serial: entry for entry in sheet.entries}
-        for serial in self._held.keys() - listed.keys():
-            del self._held[serial]
+        self._table = table
+        listed = {entry.serial: entry for entry in table.entries}
+        for serial in self._entries.keys() - listed.keys():
+            del self._entries[serial]
         for serial, entry in sorted(listed.items()):
-            known = self._held.get(serial)
-            if known is not None and (known.entry.name, known.entry.path) == (
+            current = self._entries.get(serial)
+            if current is not None and (current.entry.name, current.entry.path) == (
                 entry.name,
                 entry.path,
             ):
-                known.entry = entry
+                current.entry = entry
             else:
-                self._held[serial] = self._begin(entry, self._store)
+                self._entries[serial] = self._start_loading(entry, self._store)
         self.sweep()
-        self._tell()
+        self._report_outcomes()
 
-    def _begin(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Held:
+    def _start_loading(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Entry:
         if entry.version and entry.version in store:
             self._scheduler.adapters.held.add(entry.version)
-            return _Held(entry, None, HeldAdapter(entry.serial, entry.version))
-        others = sum(each.entry.state != "leaving" for each in self._held.values())
+            return _Entry(entry, None, AdapterLoadResult(entry.serial, entry.version))
+        others = sum(each.entry.state != "leaving" for each in self._entries.values())
         if entry.state != "leaving" and others >= self._config.max_held:
             error = f"there are {others} adapters already (--max-cpu-loras)"
-            return _Held(entry, None, HeldAdapter(entry.serial, error=error))
+            return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
         root = self._config.lora_dir if entry.confined else None
         if entry.confined and root is None:
             error = "adapters can only be loaded from below --lora-dir, which is not set"
-            return _Held(entry, None, HeldAdapter(entry.serial, error=error))
-        return _Held(entry, store.load(entry.path, root))
+            return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
+        return _Entry(entry, store.load(entry.path, root))
 
     def settled(self) -> None:
         """Collect the outcomes of finished loads."""
-        news = False
-        for held in self._held.values():
-            if held.loading is not None and held.loading.done():
-                held.outcome = self._outcome(held.entry, held.loading)
-                held.loading = None
-                news = True
+        has_changed = False
+        for entry in self._entries.values():
+            if entry.loading is not None and entry.loading.done():
+                entry.outcome = self._outcome(entry.entry, entry.loading)
+                entry.loading = None
+                has_changed = True
         self.sweep()
-        if news:
-            self._tell()
+        if has_changed:
+            self._report_outcomes()
 
-    def _outcome(self, entry: AdapterEntry, loading: "Future[str]") -> HeldAdapter:
+    def _outcome(self, entry: AdapterEntry, loading: "Future[str]") -> AdapterLoadResult:
         try:
             version = loading.result()
             if entry.version and entry.version != version:
                 raise BadAdapter("its files have changed since it was loaded: load it again")
         except BadAdapter as error:
             logger.error("adapter %s cannot be served: %s", entry.name, error)
-            return HeldAdapter(entry.serial, error=str(error))
+            return AdapterLoadResult(entry.serial, error=str(error))
         logger.info("adapter %s is loaded, version %s", entry.name, version)
         self._scheduler.adapters.held.add(version)
-        return HeldAdapter(entry.serial, version)
+        return AdapterLoadResult(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
         """Wait for all pending loads; return the entries that failed, with the reasons."""
-        wait(held.loading for held in self._held.values() if held.loading is not None)
+        wait(entry.loading for entry in self._entries.values() if entry.loading is not None)
         self.settled()
         return [
-            (held.entry, held.outcome.error)
-            for held in self._held.values()
-            if held.outcome is not None and held.outcome.error
+            (entry.entry, entry.outcome.error)
+            for entry in self._entries.values()
+            if entry.outcome is not None and entry.outcome.error
         ]
 
-    def _tell(self) -> None:
-        outcomes = (held.outcome for held in self._held.values())
-        self._report(self._sheet, [outcome for outcome in outcomes if outcome is not None])
+    def _report_outcomes(self) -> None:
+        outcomes = (entry.outcome for entry in self._entries.values())
+        self._report(self._table, [outcome for outcome in outcomes if outcome is not None])
 
     def sweep(self) -> None:
-        """Drop adapters that are not on the sheet and have no requests left."""
+        """Drop adapters that are not on the table and have no requests left."""
         if self._store is None:
             return
-        listed = {held.outcome.version for held in self._held.values() if held.outcome}
-        if any(held.loading is not None for held in self._held.values()):
+        listed = {entry.outcome.version for entry in self._entries.values() if entry.outcome}
+        if any(entry.loading is not None for entry in self._entries.values()):
             return  # an entry being loaded may be the same adapter
-        self.lingers = False
+        self.keeps_unlisted = False
         for version in self._store:
             if version in listed:
                 continue
             if self._scheduler.uses_adapter(version):
-                self.lingers = True
+                self.keeps_unlisted = True
                 continue
             self._scheduler.adapters.drop(version)
             self._store.drop(version)
@@ -160,9 +160,11 @@ class HeldAdapters:
     def versions(self) -> dict[str, str]:
         """Return the version of each adapter that requests can name."""
         return {
-            held.entry.name: held.outcome.version
-            for held in self._held.values()
-            if held.outcome is not None and held.outcome.version and held.entry.state != "leaving"
+            entry.entry.name: entry.outcome.version
+            for entry in self._entries.values()
+            if entry.outcome is not None
+            and entry.outcome.version
+            and entry.entry.state != "leaving"
         }
 
     def pin(self, name: str) -> None:

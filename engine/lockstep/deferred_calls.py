@@ -14,7 +14,7 @@ _HOLDS = {"pause": "resume", "sleep": "wake_up"}
 _ENDS = {end: begin for begin, end in _HOLDS.items()}
 
 
-class HeldCalls:
+class DeferredCalls:
     """One rank's calls that wait for the group to be held, and the reasons for the hold."""
 
     def __init__(self, core: EngineCore, wave: EngineWave) -> None:
