@@ -60,7 +60,7 @@ import re, sys, time
 import engine.core.watchdog
 from engine.core.watchdog import StepWatch, Watchdog
 
-engine.core.watchdog._SHORTEST_STUCK = 0.5
+engine.core.watchdog._MIN_STUCK_SECONDS = 0.5
 watch = StepWatch({step_timeout})
 watchdog = Watchdog(watch, 0.1, lambda reason: print("last words:", reason, flush=True))
 watchdog.start()
