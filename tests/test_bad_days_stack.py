@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
     "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
 )
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
-    outcome = live_through(DAYS[name], clients=6, within=PATIENCE)
+    outcome = live_through(DAYS[name], clients=3, within=PATIENCE)
     assert outcome.failures == []
     assert outcome.whole_after is not None, "never whole again"
     assert outcome.stopped_cleanly
