@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
     "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
 )
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
-    outcome = run_scenario(SCENARIOS[name], clients=6, recovery_seconds=PATIENCE)
+    outcome = run_scenario(SCENARIOS[name], clients=3, recovery_seconds=PATIENCE)
     assert outcome.failures == []
     assert outcome.recovered_after is not None, "never whole again"
     assert outcome.stopped_cleanly

@@ -55,7 +55,7 @@ def test_keys_are_exchanged_under_load_without_a_failed_request(tmp_path: Path) 
         """Start an engine; all front ends that there are route to it."""
         port = free_port()
         flags = (
-            "--executor", "simulated", "--simulated-step-us", "3000", "--health-port", str(port),
+            "--executor", "simulated", "--simulated-step-us", "6000", "--health-port", str(port),
         )  # fmt: skip
         own = stack.enter_context(ExitStack())
         own.enter_context(swell("engine", *join, *flags))

@@ -95,7 +95,7 @@ def cluster(tmp_path: Path, last_release: Path, forks: ForkExec) -> Iterator[Clu
     made.stop()
 
 
-ENGINE = ("engine", "--executor", "simulated")
+ENGINE = ("engine", "--executor", "simulated", "--simulated-step-us", "3000")
 
 
 @pytest.mark.parametrize(("before", "after"), [("old", "new"), ("new", "old")])

@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 
 
 def test_scaling_and_replacing_engines_under_load_fails_no_request(url: str) -> None:
-    with Load(url, 16).running() as load:
+    with Load(url, 8).running() as load:
         for size in (4, 1, 3):
             answer = call(f"{url}/admin/scale", {"data_parallel_size": size})
             assert (answer["data_parallel_size"], answer["busy"]) == (size, True)

@@ -175,27 +175,6 @@ def test_idle_processes_together_use_under_2_percent_of_a_core(stack: RunningSta
     until_idle(stack, 0.02)
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets in it, which `tmp_path` need not be."""
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made) / "sockets"
-
-
-@pytest.mark.usefixtures("started_anew")
-def test_stopping_leaves_no_process_no_socket_and_no_file(directory: Path) -> None:
-    # Nobody asks for anything any more, so that there is nothing to be waited for.
-    unhurried = ("--shutdown-timeout", "600", "--drain-timeout", "600")
-    flags = ("--socket-dir", str(directory), "--min-ready-engines", "2", *unhurried)
-    with RunningStack(*flags) as running:
-        assert call(f"{running.url}/v1/completions", completion("Hi", 2))["choices"]
-        processes = list(running.processes().values())
-        assert len(processes) == 6
-        running.stop(PATIENCE)
-    assert not any(each.is_running() for each in processes)
-    assert list(directory.iterdir()) == []
-
-
 @pytest.fixture(scope="module")
 def in_a_folder() -> Iterator[tuple[str, ...]]:
     """Flags of a stack with a folder of its own; its steps take next to no time."""
@@ -273,15 +252,22 @@ def test_a_dead_front_end_is_replaced_without_a_refused_connection(quick: Runnin
     until(lambda: metric(quick.url, "front_ends")[""] == 2, "two front ends again")
 
 
-def test_children_of_a_killed_supervisor_end_and_the_directory_is_usable_again(
+def test_what_a_killed_supervisor_leaves_ends_and_a_stopped_one_leaves_nothing(
     quick: RunningStack, in_a_folder: tuple[str, ...]
 ) -> None:
     processes = list(quick.processes().values())
     quick.kill()
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
     assert not alive, alive
-    with RunningStack(*in_a_folder) as again:
+    # Nobody asks for anything any more, so that there is nothing to be waited for.
+    unhurried = ("--shutdown-timeout", "600", "--drain-timeout", "600", "--min-ready-engines", "2")
+    with RunningStack(*in_a_folder, *unhurried) as again:
         assert call(f"{again.url}/v1/completions", completion("Hi", 2))["choices"]
+        processes = list(again.processes().values())
+        assert len(processes) == 6
+        again.stop(PATIENCE)
+    assert not any(each.is_running() for each in processes)
+    assert list(Path(in_a_folder[1]).iterdir()) == []
 
 
 def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused(

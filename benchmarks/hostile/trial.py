@@ -309,9 +309,9 @@ class Trial:
             self.rows.append(row)
             yield name
 
-    def unread(self) -> Iterator[str]:
+    def unread(self, share: float = 1.0) -> Iterator[str]:
         """Request large answers on many connections, and read none."""
-        for name, requests in unread_answers(self._ask, self._headers):
+        for name, requests in _spread(unread_answers(self._ask, self._headers), share):
             leave = functools.partial(leave_unread, self._address, requests)
             # a front end buffers this much unread data per tenant
             self.rows.append(self._measured(name, 0, leave, held_bytes=MAX_UNSENT_OF_ONE))

@@ -51,7 +51,7 @@ def driver() -> "Callable[..., Driver]":
     return load_driver
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt() -> Callable[[int], list[int]]:
     """Return a function that creates a deterministic prompt of a given length."""
 

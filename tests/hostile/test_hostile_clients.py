@@ -57,7 +57,7 @@ def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
 
     def attacks() -> Iterator[str]:
         yield from chain(trial.large(0.25), trial.kept(), trial.shown(), trial.admin(0.05))
-        yield from trial.unread()
+        yield from trial.unread(0.5)
 
     rows(trial, attacks)
 

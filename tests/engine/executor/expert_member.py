@@ -102,15 +102,13 @@ class Member:
         self.executor.prepare_group(position, size)
         return self.shares()
 
-    def serve(
-        self, first: int, scheduling: dict[str, Any], first_seed: int = 0, engines: int = 2
-    ) -> list[Any]:
+    def serve(self, first: int, scheduling: dict[str, Any], engines: int = 2) -> list[Any]:
         """Serve every second of the requests of all kinds, in steps with the others' engines."""
         scheduler = msgspec.structs.replace(self.config.scheduler, **scheduling)
         config = msgspec.structs.replace(self.config, scheduler=scheduler)
         vocab = self.executor.info.vocab_size
         grammars = self.executor.grammars is not None
-        made = requests(vocab, grammars=grammars, first_seed=first_seed)[first::engines]
+        made = requests(vocab, grammars=grammars)[first::engines]
         served, counters = serve(self.executor, config, made, self.group)
         return [
             *([sorted(each.items()) for each in served]),

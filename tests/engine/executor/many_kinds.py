@@ -25,12 +25,10 @@ Served: TypeAlias = tuple[
 """Tokens, finish reasons and logprobs (ranks and most likely tokens) of each request."""
 
 
-def requests(
-    vocab: int, *, grammars: bool = False, first_seed: int = 0, longest: int = 16
-) -> list[AddRequest]:
+def requests(vocab: int, *, grammars: bool = False, longest: int = 16) -> list[AddRequest]:
     """Return requests of all kinds, some with common prefixes; together they exceed the KV cache.
 
-    Their seeds are consecutive, and their answers have up to `longest` tokens.
+    Their answers have up to `longest` tokens.
     """
     rng = random.Random(5)
     beginning = [rng.randrange(vocab) for _ in range(33)]
@@ -45,8 +43,8 @@ def requests(
     made = []
     for id in range(12):
         prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
-        kind, seed = kinds[id % len(kinds)], first_seed + id
-        sampling = SamplingParams(max_tokens=rng.randint(6, longest), seed=seed, **kind)
+        kind = kinds[id % len(kinds)]
+        sampling = SamplingParams(max_tokens=rng.randint(6, longest), seed=id, **kind)
         made.append(
             AddRequest(id, f"request-{id}", 0, 0, beginning * (id % 3 == 0) + prompt, sampling)
         )

@@ -58,11 +58,9 @@ def settings(
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        ("itself", {"tensor_parallel_size": 2}),
         ("another", {"pipeline_parallel_size": 2}),
         ("itself", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         ("eagle", {"tensor_parallel_size": 2}),
-        ("mtp", {"tensor_parallel_size": 2}),
         ("mtp", {"enable_expert_parallel": True, "tensor_parallel_size": 2}),
     ],
 )

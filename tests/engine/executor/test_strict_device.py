@@ -28,8 +28,7 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("name", "layout", "balance", "scheduling"),
     [
-        ("llama-deep", (1, 2, 1), None, {"async_scheduling": True}),
-        ("glm4-moe", (1, 2, 2), None, {}),
+        ("llama-deep", (1, 2, 2), None, {"async_scheduling": True}),
         ("gpt-oss-mxfp4", (2, 2, 1), BALANCE, {}),
         ("", (2, 1, 1), None, {"speculative_ngram": 3}),  # the bundled model, with grammars
     ],
@@ -61,7 +60,7 @@ def test_a_divided_model_that_has_slept_gives_the_tokens_of_one_process(
         world.join(members)
     world.all(members, "sleep_and_wake")
     for rank, member in enumerate(members):
-        member.tell("serve", rank, scheduling, 0, engines)
+        member.tell("serve", rank, scheduling, engines)
     results = [member.result() for member in members]
     assert_together(results, expected)
     if balance is not None:

@@ -239,9 +239,7 @@ def alone(root: Path) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_blocks": 34},
-        {"speculative_ngram": 4},
-        {"max_loras": 1, "async_scheduling": True, "num_blocks": 40},
+        {"num_blocks": 34, "speculative_ngram": 4},
         {"batch_invariant": True},
         {"stages": 2, "max_loras": 1, "async_scheduling": True, "num_blocks": 40},
         {"speculative_model": str(BUNDLED_MODEL), "speculative_row_price": 0},

@@ -145,7 +145,7 @@ def test_no_token_changes_however_it_is_drawn(
     assert (counters.preemptions > 0) == (num_blocks == 40)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek3", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["deepseek3", "gpt-oss"])
 def test_it_goes_with_other_families(
     name: str, checkpoint: SaveModel, tmp_path: Path, proposals: Proposals
 ) -> None:
@@ -237,12 +237,11 @@ def test_requests_that_are_aborted_leave_nothing_to_others(
     proposals.check(head, BIAS)
 
 
-@pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_and_wakes_with_the_model(
-    target: Checkpoint, head: Eagle3Reference, proposals: Proposals, level: int
+    target: Checkpoint, head: Eagle3Reference, proposals: Proposals
 ) -> None:
     config = settings(target.directory, head, CacheConfig(num_kv_blocks=100))
-    assert_drafts_outlast_a_sleep(config, level)
+    assert_drafts_outlast_a_sleep(config, level=2)
     proposals.check(head)
 
 

@@ -91,9 +91,7 @@ def test_another_draft_model_changes_no_token(plain: list[Answer], cut: Cut) -> 
 @pytest.mark.parametrize(
     ("served", "drafting"),
     [
-        ("llama", "mistral-window"),
         ("llama", "deepseek3"),
-        ("gemma3", "llama"),
         ("mistral-window", "llama"),
     ],
 )

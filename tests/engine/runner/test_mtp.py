@@ -116,11 +116,8 @@ def settings(directory: Path, **model: Any) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_and_wakes_with_the_model(
-    glm: MtpReference, proposals: Proposals, level: int
-) -> None:
-    assert_drafts_outlast_a_sleep(settings(glm.directory, device="cpu"), level)
+def test_it_sleeps_and_wakes_with_the_model(glm: MtpReference, proposals: Proposals) -> None:
+    assert_drafts_outlast_a_sleep(settings(glm.directory, device="cpu"), level=1)
     proposals.check(glm)
 
 
