@@ -246,9 +246,13 @@ def serve_in_processes(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dtype", "most"), [("int8", "float32", 0.05), ("int4", "bfloat16", 0.6)]
+    ("name", "quantization", "dtype", "most"),
+    [
+        ("smolvlm", "int4", "bfloat16", 0.6),
+        ("qwen2.5-vl", "int8", "float32", 0.05),
+        ("mistral3", "int4", "bfloat16", 0.6),
+    ],
 )
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "mistral3"])
 def test_processes_that_share_a_model_in_few_bits_see_images(
     name: str, quantization: Any, dtype: Any, most: float, checkpoint: SaveModel
 ) -> None:

@@ -69,9 +69,9 @@ def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
     ("name", "scheduling", "balance"),
     [
         ("gpt-oss-mxfp4", {}, BALANCE),  # experts with biases
-        ("deepseek3", {}, BALANCE),  # latent attention, experts in groups
+        # latent attention, experts in groups
+        ("deepseek3", {"async_scheduling": True}, BALANCE),
         ("", {"speculative_ngram": 3}, BALANCE),  # the bundled model, with grammars
-        ("", {"async_scheduling": True}, BALANCE),
         # an MLP beside the experts, and dense layers
         ("mtp", {"speculative_method": "mtp", "speculative_row_price": 0.0}, None),
     ],
