@@ -156,16 +156,6 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     assert stats.counters.encoded_images == 2
 
 
-def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
-    model = checkpoint("smolvlm")
-    requests = [show(id, text(id % 9), 1, text(4, 60 + id), max_tokens=3) for id in range(32)]
-    answers, stats = serve(model.directory, requests, dtype="float32")
-    check(model, requests, answers)
-    counters = stats.counters
-    assert counters.encoded_images == 1
-    assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("smolvlm", "float32"), ("qwen2.5-vl", "bfloat16"), ("gemma3-vision", "float32")],

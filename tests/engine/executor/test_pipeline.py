@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.layout import GridPosition, Layout
@@ -80,9 +79,6 @@ class Stages:
         self.failures: list[str] = []
         self.team = Team(config, 0, 1, on_failure=self.failures.append)
         self.executor = InProcessExecutor(config, team=self.team)
-
-    def run(self, plan: BatchPlan) -> BatchResult:
-        return self.executor.submit(plan).result()
 
 
 StartStages: TypeAlias = Callable[..., Stages]
@@ -197,7 +193,7 @@ def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
 ) -> None:
     model = checkpoint("llama-deep")
     pipeline, whole = stages(model.directory, stages=3), driver(model.directory)
-    drivers = Driver(pipeline, NUM_BLOCKS), whole
+    drivers = Driver(pipeline.executor, NUM_BLOCKS), whole
     pipeline.executor.start_profile()
     for each in drivers:
         each.start(0, prompt(12))
@@ -215,7 +211,7 @@ def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
         with pytest.raises(RuntimeError, match="sleeps"):
             drivers[0].decode(1, 0)
         pipeline.executor.wake_up()
-        again = Driver(pipeline, NUM_BLOCKS)
+        again = Driver(pipeline.executor, NUM_BLOCKS)
         again.start(0, prompt(12))
         again.prefill(0)
         assert again.tokens[0] == whole.tokens[0]
@@ -227,7 +223,7 @@ def test_a_killed_stage_fails_the_steps_in_flight_and_is_reported_at_once(
 ) -> None:
     directory = checkpoint("llama-deep").directory
     pipeline = stages(directory, stages=3, async_scheduling=True)  # used by this test only
-    steps = Driver(pipeline, NUM_BLOCKS)
+    steps = Driver(pipeline.executor, NUM_BLOCKS)
     steps.start(0, prompt(5))
     steps.prefill(0)
     os.kill(pipeline.team.pids[0], signal.SIGKILL)  # the leader has no connection to the first
