@@ -42,7 +42,7 @@ def test_engines_meet_as_they_are_ordered_and_a_newer_order_frees_whoever_waits(
     engines[1].tell("rows", [5])
     assert "broken" in engines[1].answer()
     for engine in engines:
-        assert engine.ask("lose") == "apart"
+        assert engine.ask("leave_broken") == "apart"
 
     form(engines, 3, [1])
     assert engines[1].ask("rows", [4]) == [[4]]
