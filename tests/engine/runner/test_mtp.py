@@ -63,6 +63,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> MtpReference:
     return save_mtp("glm4-moe-normed", tmp_path_factory.mktemp("glm"), normed=True)
 
 
+@pytest.mark.parametrize("mtp", [FORMS[0], FORMS[3]], indirect=True, ids=["latent", "heads"])
 def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
     mtp: MtpReference, proposals: Proposals
 ) -> None:
