@@ -154,17 +154,18 @@ def test_steps_in_flight_with_grammars_and_drafts_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "scheduling"),
     [
-        ("llama-deep", {"stages": 3, "partition": "2,1,2"}),
-        ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
-        ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}),
-        ("deepseek3", {"stages": 2}),
+        ("llama-deep", {"stages": 3, "partition": "2,1,2"}, {"async_scheduling": True}),
+        ("qwen3-moe-deep", {"stages": 2, "shards": 2}, {"speculative_ngram": 3}),
+        ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}, {"async_scheduling": True}),
+        ("deepseek3", {"stages": 2}, {"speculative_ngram": 3}),
     ],
 )
 def test_every_layout_gives_the_tokens_of_one_process(
     name: str,
     layout: dict[str, Any],
+    scheduling: dict[str, Any],
     stages: StartStages,
     alone: ServeAlone,
     with_words: AddWords,
@@ -175,13 +176,12 @@ def test_every_layout_gives_the_tokens_of_one_process(
     longest = 30 if "num_blocks" in layout else 16
     pipeline, made = stages(directory, **layout), requests(256, grammars=True, longest=longest)
     expected = alone(directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
-    for scheduling in ({"async_scheduling": True}, {"speculative_ngram": 3}):
-        scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
-        config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
-        served, counters = serve(pipeline.executor, config, made)
-        assert served == expected
-        assert counters.preemptions > 0
-        assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
+    scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
+    config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
+    served, counters = serve(pipeline.executor, config, made)
+    assert served == expected
+    assert counters.preemptions > 0
+    assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
 
 
 def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
