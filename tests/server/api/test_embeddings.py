@@ -70,7 +70,7 @@ def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
             sent.append(message)
             await send(message)
 
-        await http._app(scope, receive, noted)
+        await http.app(scope, receive, noted)
 
     given = [[index + 1] for index in range(40)]
     answer = Http(app).post("/v1/embeddings", {"input": given})  # type: ignore[arg-type]

@@ -187,6 +187,24 @@ def test_the_playground_streams(
 
 
 @needs_chromium
+def test_the_page_of_an_embedding_model_compares_texts(
+    browser: Any, pooling_http: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    with served(pooling_http().app) as url:
+        browser.open(url)
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        browser.run(
+            "document.getElementById('prompt').value = 'the quick fox\\nthe lazy dog';"
+            "document.getElementById('composer').requestSubmit()"
+        )
+        browser.wait_until("document.getElementById('facts').innerText !== ''")
+        assert text_of(browser, "#facts").startswith("Cosine similarities of 2 vectors")
+        browser.wait_until("document.getElementById('first-tile').hidden")
+        assert text_of(browser, "#token-title") == "Prompt tokens/s"
+
+
+@needs_chromium
 def test_a_conversation_goes_on_with_its_history_and_shows_markdown(
     browser: Any, app: Any, engines: Any, served: Any
 ) -> None:
