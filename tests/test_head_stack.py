@@ -22,7 +22,7 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.stack
 
 FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--admin-key", ADMIN_KEY)
-QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
+QUICK = ("--heartbeat-interval", "0.3")
 
 
 class Nodes:
