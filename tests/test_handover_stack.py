@@ -4,6 +4,8 @@ import json
 import signal
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -37,8 +39,10 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSt
             "--data-parallel-size", "1", "--allow-kv-transfer-params", *role,
         )  # fmt: skip
 
-    consumer = ("--kv-transfer-config", '{"kv_role": "kv_consumer"}')
-    with stack("--kv-role", "prefill") as first, stack(*consumer) as second:
+    first = stack("--kv-role", "prefill")
+    second = stack("--kv-transfer-config", '{"kv_role": "kv_consumer"}')
+    with ExitStack() as running, ThreadPoolExecutor(2) as starting:
+        list(starting.map(running.enter_context, (first, second)))
         yield first, second
 
 
