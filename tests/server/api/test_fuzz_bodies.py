@@ -1,7 +1,6 @@
 """Every response to arbitrary bodies conforms to the OpenAPI document and is never a 500."""
 
 import asyncio
-import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +49,6 @@ SERVES = {"/classify": "classifies", "/v1/score": "scores", "/v1/rerank": "score
 MOST = 1 << 13
 """Maximum characters of bodies here; benchmarks/hostile sends megabytes."""
 
-AppOf = Callable[[str], FastAPI]
 Send = Callable[[str, Iterable[str | bytes]], list[httpx.Response]]
 
 
@@ -62,34 +60,27 @@ def config(config: FrontEndConfig) -> FrontEndConfig:
 
 
 @pytest.fixture
-def app_of(
+def apps(
     config: FrontEndConfig,
     engines: FakeGenerationClient,
     backend: Any,
     pooling_http: Any,
     tmp_path: Path,
-) -> Iterator[AppOf]:
-    """Return the app for a kind of model."""
+) -> Iterator[dict[str, FastAPI]]:
+    """An app for each kind of model."""
+    made = {kind: pooling_http(config, **fields)._app for kind, fields in KINDS.items()}
     store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
-
-    @functools.cache
-    def made(kind: str) -> FastAPI:
-        if kind in KINDS:
-            app: FastAPI = pooling_http(config, **KINDS[kind])._app
-            return app
-        tokenizer = tokenizer_with(backend, TEMPLATE)
-        return build_app(
-            make_services(config, engines, tokenizer, FrontEndMetrics(config), store=store)
-        )
-
-    yield made
+    services = make_services(
+        config, engines, tokenizer_with(backend, TEMPLATE), FrontEndMetrics(config), store=store
+    )
+    yield made | {"generates": build_app(services)}
     store.close()
 
 
 @pytest.fixture
-def kept(app_of: AppOf, engines: FakeGenerationClient) -> dict[str, str]:
+def kept(apps: dict[str, FastAPI], engines: FakeGenerationClient) -> dict[str, str]:
     """Ids of a response and a conversation stored by the app."""
-    http = Http(app_of("generates"))
+    http = Http(apps["generates"])
     engines.script = engines.answer(ANSWER)
 
     def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +91,7 @@ def kept(app_of: AppOf, engines: FakeGenerationClient) -> dict[str, str]:
 
 
 @pytest.fixture
-def send(app_of: AppOf, engines: FakeGenerationClient) -> Iterator[Any]:
+def send(apps: dict[str, FastAPI], engines: FakeGenerationClient) -> Iterator[Any]:
     """Return a function that sends bodies to a path one by one and checks the responses."""
 
     def to(kind: str) -> Send:
@@ -109,7 +100,7 @@ def send(app_of: AppOf, engines: FakeGenerationClient) -> Iterator[Any]:
             engines.script = script or engines.answer(ANSWER)
 
             async def run() -> list[httpx.Response]:
-                transport = httpx.ASGITransport(app_of(kind), raise_app_exceptions=False)
+                transport = httpx.ASGITransport(apps[kind], raise_app_exceptions=False)
                 client = httpx.AsyncClient(transport=transport, base_url="http://swell")
                 async with client:
                     return [await post(client, path, each) for each in sent]
@@ -153,9 +144,9 @@ _document: dict[str, Any] = {}
 """The OpenAPI document of the full app, cached because creating it is slow."""
 
 
-def schema_of(app_of: AppOf, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def schema_of(app: FastAPI, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not _document:
-        _document.update(app_of("generates").openapi())
+        _document.update(app.openapi())
     content = _document["paths"][path]["post"]["requestBody"]["content"]
     schema: dict[str, Any] = content["application/json"]["schema"]
     return schema, _document
@@ -193,15 +184,17 @@ def kind_of(path: str) -> str:
 
 
 @pytest.mark.parametrize("path", [*POOLING, *ADAPTERS])
-def test_every_text_list_and_number_has_a_bound(app_of: AppOf, path: str) -> None:
-    schema, document = schema_of(app_of, path)
+def test_every_text_list_and_number_has_a_bound(apps: dict[str, FastAPI], path: str) -> None:
+    schema, document = schema_of(apps["generates"], path)
     assert list(unbounded(schema, document, path)) == []
 
 
 @pytest.mark.parametrize("path", [*POOLING, *ADAPTERS])
-def test_every_field_takes_or_refuses_its_worst_values(app_of: AppOf, send: Any, path: str) -> None:
+def test_every_field_takes_or_refuses_its_worst_values(
+    apps: dict[str, FastAPI], send: Any, path: str
+) -> None:
     right = (POOLING | ADAPTERS)[path]
-    made = bodies(*schema_of(app_of, path), [right])
+    made = bodies(*schema_of(apps["generates"], path), [right])
     texts = [body.text for body in made if sum(map(len, body.parts)) <= MOST]
     answers = send(kind_of(path))(path, texts)
     assert {answer.status_code for answer in answers} >= {200, 400}
@@ -286,9 +279,9 @@ def later(schema: dict[str, Any], document: dict[str, Any], levels: int) -> Any:
 
 @pytest.mark.parametrize("path", [*OPERATIONS, *ADAPTERS])
 def test_no_body_makes_the_server_fail(
-    app_of: AppOf, send: Any, kept: dict[str, str], path: str
+    apps: dict[str, FastAPI], send: Any, kept: dict[str, str], path: str
 ) -> None:
-    schema, document = schema_of(app_of, path)
+    schema, document = schema_of(apps["generates"], path)
     variants = resolved(schema, document).get("anyOf", [schema])
     fields = {
         name: fitting(field, document, 3) | values
