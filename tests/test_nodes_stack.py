@@ -17,7 +17,7 @@ from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack
 
-QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
+QUICK = ("--heartbeat-interval", "0.3")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The coordinator's decisions, as events in and actions out."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.events import (
@@ -12,7 +14,7 @@ from coordinator.events import (
     Subscribed,
     Tick,
 )
-from coordinator.state import CoordinatorParameters, CoordinatorState
+from coordinator.state import MISSING_INTERVAL, CoordinatorParameters, CoordinatorState
 from engine.shared.messages import (
     PUSHED,
     Draining,
@@ -39,25 +41,24 @@ from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import PROTOCOL_VERSION
 
 EPOCH = 7
+PARAMETERS = CoordinatorParameters(
+    epoch=EPOCH,
+    front_publish="ipc://front",
+    back_publish="ipc://back",
+    back_output="ipc://output",
+    publish_interval=0.1,
+    publish_idle_interval=3.0,
+    member_timeout=5.0,
+)
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
 
 
 class Cluster:
     """A coordinator state with a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: CoordinatorParameters = PARAMETERS) -> None:
         self.now = 100.0
-        self.state = CoordinatorState(
-            CoordinatorParameters(
-                epoch=EPOCH,
-                front_publish="ipc://front",
-                back_publish="ipc://back",
-                back_output="ipc://output",
-                publish_interval=0.1,
-                publish_idle_interval=3.0,
-                member_timeout=5.0,
-            )
-        )
+        self.state = CoordinatorState(parameters)
 
     def send(self, event: object, after: float = 0.0) -> list[Action]:
         self.now += after
@@ -134,6 +135,19 @@ def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster:
     cluster.hello(2, 12)
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
+
+
+def test_planned_engines_that_have_not_joined_are_told_again_and_again() -> None:
+    cluster = Cluster(replace(PARAMETERS, planned_engines=2))
+    cluster.engine(0, 10)
+
+    def told(after: float) -> list[Notice]:
+        return only(cluster.send(Tick(), after), Notice)
+
+    missing = "1 of 2 engines are there: 0 on h. Missing: 1 (not joined, for {:.0f} s)"
+    assert told(0.0) == [Notice(missing.format(0.0))]
+    assert told(1.0) == []
+    assert told(MISSING_INTERVAL) == [Notice(missing.format(1 + MISSING_INTERVAL))]
 
 
 def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> None:

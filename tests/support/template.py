@@ -29,6 +29,8 @@ _PRELOADED = (
     "engine.executor.simulated",
     "engine.executor.worker",
     "engine.process.main",
+    "numba",  # without kernels, for whose target each process reads its own variables
+    "scipy.linalg",  # which Numba's first kernel loads
     "server.cli",
     "server.fleet.supervisor",
     "server.front_end",
