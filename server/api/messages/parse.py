@@ -52,6 +52,8 @@ def _as_chat(
         chat.add({"role": "system", "content": _text(request.system)}, "system")
     for index, turn in enumerate(request.messages):
         chat.take(turn, f"messages[{index}]")
+    if not chat.messages:
+        raise invalid_field("messages", "have only blocks of tools that no server here runs")
     thinking, config = request.thinking, request.output_config
     body: dict[str, Any] = {
         "messages": chat.messages,

@@ -288,3 +288,12 @@ def test_a_demanded_tool_that_has_been_removed_is_refused_as_such(http: Any, cho
     assert answer.json()["error"]["message"] == (
         "tool_choice: a tool_removal has removed 'get_weather'"
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_conversation_of_hosted_blocks_only_is_refused(http: Any, path: str) -> None:
+    turn = {"role": "user", "content": [{"type": "web_search_tool_result", "content": []}]}
+    limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+    answer = http.post(path, {"model": "tiny", "messages": [turn], **limit})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages: ")
