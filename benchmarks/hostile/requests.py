@@ -64,12 +64,12 @@ def _response(name: str, **fields: Any) -> Request:
 
 
 def _of_tools() -> list[Request]:
-    tools = [{"type": "function", "name": f"f{i}"} for i in range(28_000)]
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(14_000)]
     named = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1024)]
     every = {"type": "allowed_tools", "mode": "auto"}
     return [
-        _response("tools added by 2,000 items", input=[
-            {"type": "additional_tools", "tools": tools[i * 14 : i * 14 + 14]} for i in range(2000)
+        _response("tools added by 1,000 items", input=[
+            {"type": "additional_tools", "tools": tools[i * 14 : i * 14 + 14]} for i in range(1000)
         ]),
         _response("1,024 allowed tools", tools=tools[:1024],
                   tool_choice={**every, "tools": tools[:1024]}),
