@@ -21,6 +21,7 @@ from server.api.responses.tools import (
 from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.limits import MAX_TOOL_CALLS
 from server.schema.messages import RefusalPart
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
@@ -198,7 +199,10 @@ class _ChatMessages:
     def _call(self, call_id: str | None, name: str | None, arguments: Any, path: str) -> None:
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._assistant(path).setdefault("tool_calls", []).append(call)
+        calls = self._assistant(path).setdefault("tool_calls", [])
+        if len(calls) == MAX_TOOL_CALLS:
+            raise invalid_field(path, f"more than {MAX_TOOL_CALLS} calls follow one another")
+        calls.append(call)
 
     def _result(self, call_id: str, content: str | list[dict[str, Any]], path: str) -> None:
         self.add_message("tool", content, path)
