@@ -39,7 +39,7 @@ from engine.shared.messages import (
     ProcessEntry,
     encode,
 )
-from engine.shared.own_process import end_signals, process_use, settle_heap
+from engine.shared.own_process import end_signals, freeze_heap, process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import (
     Inbox,
@@ -218,7 +218,7 @@ def run(launch: CoordinatorLaunch, lifeline: Lifeline) -> int:
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
-    settle_heap()
+    freeze_heap()
     try:
         lifeline.ready(f"listening on {config.cluster.coordinator_address}")
         health.ready()

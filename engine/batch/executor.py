@@ -164,8 +164,8 @@ class Executor(ABC):
 class GroupExecutor(Executor):
     """An executor whose steps run collectives with other engines.
 
-    It is created for its probable place. No step may be in flight when it moves to another; steps
-    require a group, and raise `GroupBroken` when that fails.
+    It is created for its expected position. No step may be in flight when the position changes;
+    steps require a group, and raise `GroupBroken` when it fails.
     """
 
     expert_balance: "ExpertBalance | None" = None
@@ -173,7 +173,7 @@ class GroupExecutor(Executor):
 
     @abstractmethod
     def prepare_group(self, position: int, size: int) -> None:
-        """Load the experts for this place in a group of `size`, and free the rest.
+        """Load the experts for this position in a group of `size`, and free the rest.
 
         The KV cache and slot state are unchanged.
 
@@ -185,7 +185,7 @@ class GroupExecutor(Executor):
     def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
         """Connect to the other engines and take steps with them from now on.
 
-        The place must have been prepared. Rank 0 accepts connections on the listener.
+        The position must have been prepared. Rank 0 accepts connections on the listener.
 
         Raises:
             GroupBroken: not all engines connected.

@@ -27,10 +27,10 @@ class ModelHolder:
         in_group: GroupPosition | None,
         report: Callable[[str], None],
     ) -> None:
-        """Load it.
+        """Load the model.
 
         Args:
-            place: place among the engines that share the experts; None if this one holds all.
+            in_group: position among the engines that share the experts; None to hold all experts.
             report: receives human-readable progress messages.
         """
         self._load = load
@@ -44,7 +44,7 @@ class ModelHolder:
         self._offloaded: OffloadedWeights | None = None
         """Offloaded weights, while they are not on the device."""
         self._previous: LoadedModel | None = None
-        """The previous model after the weights were replaced, until that is settled."""
+        """The previous model after the weights were replaced, until `settle`."""
         self.loaded: LoadedModel | None = self._load_new()
         """None while the weights are freed."""
 

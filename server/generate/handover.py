@@ -53,7 +53,7 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     request.offers_blocks = True
 
 
-def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
+def transfer_params(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
     """Return the transfer parameters for the router's next request; None if nothing is readable.
 
     Args:

@@ -12,7 +12,7 @@ import time
 import msgspec
 import zmq
 
-from engine.executor.environment import compute_processes, settle_environment
+from engine.executor.environment import compute_processes, configure_environment
 from engine.executor.layout import Layout
 from engine.executor.nodes.messages import (
     LARGEST_MESSAGE,
@@ -122,7 +122,7 @@ class JoinedNode:
             CannotJoin: the leader refuses this node, or did not appear in time.
             OSError: a worker cannot be started, or the leader's address is invalid.
         """
-        settle_environment(compute_processes(self._config, 1))  # inherited by the workers
+        configure_environment(compute_processes(self._config, 1))  # inherited by the workers
         try:
             while not self._is_stopping:
                 link = _Link(self._transport, f"tcp://{self._where}")

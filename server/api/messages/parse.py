@@ -14,7 +14,7 @@ from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
 from server.schema.tools import not_served
 
-_PASSED_ON = (
+_COPIED_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_tokens",
 )  # fmt: skip
 
@@ -60,7 +60,7 @@ def _as_chat(
     if config is not None:
         body["reasoning_effort"] = config.effort
     if isinstance(request, schema.MessagesRequest):
-        body |= {name: getattr(request, name) for name in _PASSED_ON}
+        body |= {name: getattr(request, name) for name in _COPIED_FIELDS}
         body["stop"] = request.stop_sequences or None
         body["user"] = request.metadata.user_id if request.metadata is not None else None
         if thinking is not None:

@@ -24,7 +24,7 @@ from server.generate.request import Conversation, GenerationRequest
 from server.schema.messages import RefusalPart
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
-_NOTHING_TO_ADD = {
+_ABSENT_CONTENT = {
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -77,7 +77,7 @@ def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatComple
     else:
         for index, item in enumerate(given):
             chat.add(item, continues_field if index < earlier else f"input[{index - earlier}]")
-    body: dict[str, Any] = {name: getattr(request, name) for name in schema.PASSED_ON}
+    body: dict[str, Any] = {name: getattr(request, name) for name in schema.COPIED_FIELDS}
     body |= {
         "messages": chat.messages,
         "max_completion_tokens": request.max_output_tokens,
@@ -127,7 +127,7 @@ def _check(request: schema.ResponsesRequest) -> None:
             "prompt", "stored prompts are not supported; send instructions and input"
         )
     for index, value in enumerate(request.include or ()):
-        if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
+        if value not in _SERVED_INCLUDES | _ABSENT_CONTENT:
             raise invalid_field(f"include[{index}]", f"unknown value {value!r}")
 
 
@@ -171,9 +171,9 @@ class _ChatMessages:
                     )
                 self.add_message("user", f"A summary of the conversation so far:\n{summary}", path)
             case _:
-                self._add_of_tool(item, path)
+                self._add_tool_item(item, path)
 
-    def _add_of_tool(self, item: schema.InputItem, path: str) -> None:
+    def _add_tool_item(self, item: schema.InputItem, path: str) -> None:
         """Add a tool call or its output; items of hosted tools are dropped."""
         match item:
             case schema.FunctionCallItem():

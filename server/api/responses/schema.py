@@ -431,7 +431,7 @@ class ResponsesRequest(DrawingFields):
 
 
 _NOT_PASSED_ON = ("model", "request_id", "structured_outputs")
-PASSED_ON = (
+COPIED_FIELDS = (
     *(name for name in DrawingFields.model_fields if name not in _NOT_PASSED_ON),
     "parallel_tool_calls", "user", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip

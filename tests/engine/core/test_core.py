@@ -319,7 +319,7 @@ def step_together(core: EngineCore, number: int, loads: Sequence[RankState] = ()
         core.steps.launch_together(number, loads)
         return core.land_together()
     except GroupBroken:
-        core.steps.give_up()
+        core.steps.abandon_pending()
         raise
 
 

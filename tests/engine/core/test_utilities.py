@@ -247,7 +247,7 @@ def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) 
         step = engine.core.step()
         for output in step.outputs.get(0, []):
             engine.tokens[output.id] += output.token_ids
-        if step.changes_alone:
+        if step.exclusive_changes:
             break
     assert step.stats.exclusive_request == 2
     assert set(step.outputs) == {0, 1}

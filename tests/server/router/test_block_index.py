@@ -24,7 +24,7 @@ from server.router.route import Route
 from tests.server.router.known_engines import entry, setup
 
 SIZE = 4
-SETUP = msgspec.structs.replace(setup(), block_size=SIZE, tells_blocks=True)
+SETUP = msgspec.structs.replace(setup(), block_size=SIZE, reports_blocks=True)
 NUM_BLOCKS = 8
 
 
