@@ -140,9 +140,9 @@ class Coordinator:
                 if self._expected_file is not None and self._expected_file.changed():
                     try:
                         self.state.reload_expected()
-                        logger.info("the number of expected engines was read again")
+                        logger.info("reloaded the number of expected engines")
                     except (OSError, ValueError) as error:
-                        logger.error("the number of expected engines stays as it is: %s", error)
+                        logger.error("keeping the old number of expected engines: %s", error)
                 maintain_at = now + _MAINTENANCE_INTERVAL
             wait = max(0.0, min(self.state.next_deadline(now), maintain_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))

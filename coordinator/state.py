@@ -448,7 +448,7 @@ class CoordinatorState:
         )
         return [
             Notice(
-                f"{len(view.engines)} of {view.expected} engines are there: {present}. "
+                f"{len(view.engines)} of {view.expected} engines are present: {present}. "
                 f"Missing: {missing}"
             )
         ]

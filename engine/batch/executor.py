@@ -114,7 +114,7 @@ class Executor(ABC):
         Raises:
             CannotDo: it cannot be loaded; nothing has changed.
         """
-        raise CannotDo("weights are replaced in engines that generate only")
+        raise CannotDo("only engines that generate text can replace weights")
 
     def weight_transfer(self) -> "WeightTransfer":
         """Return the receiver of a trainer's weights for `take_weights`.
@@ -122,7 +122,7 @@ class Executor(ABC):
         Raises:
             CannotDo: this executor's weights cannot be replaced that way.
         """
-        raise CannotDo("weights are replaced in engines that generate only")
+        raise CannotDo("only engines that generate text can replace weights")
 
     def take_weights(self) -> None:
         """Switch to the weights that a trainer has sent; otherwise as `load_weights`."""

@@ -322,5 +322,5 @@ class EngineCore:
         """Return whether the sender is connected to receive an answer; log the drop if not."""
         present = self._front_ends.is_present(index)
         if not present:
-            logger.warning("%s dropped: front end %d is not there", what, index)
+            logger.warning("%s dropped: front end %d is not connected", what, index)
         return present

@@ -432,7 +432,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
         lifeline.failed(str(error))  # the process that broke it reports the cause
         return 1
     except Exception as error:
-        logger.exception("worker %d of engine %d cannot go on", launch.rank, launch.engine)
+        logger.exception("worker %d of engine %d cannot continue", launch.rank, launch.engine)
         lifeline.failed(f"{type(error).__name__}: {error}")
         return CANNOT_START if isinstance(error, ValueError) else 1
     return 0

@@ -401,7 +401,7 @@ class EngineProcess:
         if settings is None:
             return
         publisher = self._kv_publisher = KvEventPublisher(settings, rank, self._transport)
-        logger.info("events of KV blocks: %s", ", ".join(publisher.endpoints))
+        logger.info("KV cache events are published at %s", ", ".join(publisher.endpoints))
         is_on_cpu = isinstance(executor, KvMemory) and executor.device_type == "cpu"
         medium = "CPU" if is_on_cpu or self._config.model.device == "cpu" else "GPU"
         self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
@@ -567,7 +567,7 @@ class EngineProcess:
         try:
             stop = loop.run()
         except Exception as error:
-            logger.exception("engine %d cannot go on", rank)
+            logger.exception("engine %d cannot continue", rank)
             reason = str(error) if isinstance(error, StepFailed) else repr(error)
             report_failure(reason)
             return 1

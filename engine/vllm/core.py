@@ -92,7 +92,7 @@ class VllmCore:
         """
         if not vllm.__version__.startswith(TESTED):
             logger.warning(
-                "vLLM %s is not a version that is tested: %s are",
+                "vLLM %s is not a tested version: %s are",
                 vllm.__version__,
                 ", ".join(f"{each}x" for each in TESTED),
             )
@@ -106,7 +106,7 @@ class VllmCore:
         model = self._config.model_config
         if model.runner_type != "generate":
             raise ValueError(
-                f"--engine-backend vllm: {config.model.model} makes vectors, and vLLM engines "
+                f"--engine-backend vllm: {config.model.model} is a pooling model, and vLLM engines "
                 "generate text only; it needs --engine-backend swell"
             )
         self._moves = Moves.RESUMED
@@ -256,7 +256,7 @@ class VllmCore:
 
     def _add(self, message: AddRequest) -> None:
         if not self._front_ends.is_present(message.front_end):
-            logger.warning("%s dropped: its front end is not there", message.request_id)
+            logger.warning("%s dropped: its front end is not connected", message.request_id)
             return
         restored = self._front_ends.restored(message)
         if restored is None:
@@ -351,7 +351,9 @@ class VllmCore:
             CannotDo: requests are running.
         """
         if not self._core.reset_prefix_cache():
-            raise CannotDo("vLLM forgets prefixes only while nothing is computed: pause it first")
+            raise CannotDo(
+                "vLLM resets its prefix cache only while it computes nothing: pause it first"
+            )
         return 0
 
     @property

@@ -176,7 +176,7 @@ class Images:
             if size * copies > MAX_PIXEL_BYTES:
                 raise invalid(
                     f"messages: {len(sources)} images for {copies} sequences have {size * copies} "
-                    f"bytes of pixels as engines take them, more than {MAX_PIXEL_BYTES}",
+                    f"bytes of pixels as sent to engines, more than {MAX_PIXEL_BYTES}",
                     "messages",
                 )
             image_bytes.take(size)

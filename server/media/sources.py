@@ -67,7 +67,7 @@ class ImageSources:
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise BadImage("the data of the URL are not base64") from error
+            raise BadImage("the URL's data is not base64") from error
 
     def _of_file(self, url: str) -> bytes:
         if self._root is None:

@@ -147,7 +147,7 @@ class JoinedNode:
             now = time.monotonic()
             if now > deadline:
                 raise CannotJoin(
-                    f"no engine took this node at {self._where} within {self._timeout:.0f} s: "
+                    f"no engine accepted this node at {self._where} within {self._timeout:.0f} s: "
                     f"{refused or 'is the first node (--node-rank 0) there?'}"
                 )
             if now >= next_line or refused != logged:
@@ -225,6 +225,6 @@ def run(config: EngineConfig, timeout: float = NODES_TIMEOUT) -> int:
             signal.signal(signum, lambda *_: node.stop())
         node.run()
     except (CannotJoin, ValueError, OSError) as error:
-        logger.error("this node cannot take part: %s", error)
+        logger.error("this node cannot join: %s", error)
         return 1
     return 0

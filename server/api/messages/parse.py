@@ -162,7 +162,7 @@ class _ChatMessages:
                 case schema.DocumentBlock():
                     source = f"{field}.source.type"
                     raise invalid_field(
-                        source, f"documents are read as 'text', not {block.source.type!r}"
+                        source, f"only 'text' documents are supported, not {block.source.type!r}"
                     )
                 case schema.ToolResultBlock():
                     self._result(block, field)
@@ -263,7 +263,7 @@ def _assistant(blocks: Sequence[schema.Block], path: str) -> dict[str, Any]:
 
 def _refuse(block: schema.Block, path: str, role: str) -> NoReturn:
     field = f"{path}.type"
-    raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
+    raise invalid_field(field, f"{block.type!r} is not allowed in {role} turns")
 
 
 def _text(content: str | Sequence[schema.TextBlock]) -> str:
@@ -282,7 +282,7 @@ def _read(block: schema.ResultBlock) -> str:
         case schema.ToolReferenceBlock():
             return f"The tool {block.tool_name} is available."
         case _:
-            return f"[{block.type} omitted: only documents of plain text are read]"
+            return f"[{block.type} omitted: only plain-text documents are supported]"
 
 
 def _tool(tool: schema.MessageTool) -> dict[str, Any]:

@@ -250,15 +250,15 @@ def _check_parts(
     for index, part in enumerate([] if isinstance(content, str) else content):
         field = f"{path}.content[{index}]"
         if isinstance(part, RefusalPart) and not may_refuse:
-            raise invalid_field(field, "only messages of assistants may have a refusal")
+            raise invalid_field(field, "only assistant messages can have a refusal")
         if isinstance(part, schema.MediaPart):
             if may_refuse:
-                raise invalid_field(field, f"assistants say texts; send no {part.type}")
+                raise invalid_field(field, f"assistant messages cannot contain {part.type}")
             if part.type != "input_image":
-                why = f"{part.type} is not taken; send what it says as input_text"
+                why = f"{part.type} is not supported; send its text as input_text"
                 raise invalid_field(f"{field}.type", why)
             if part.image_url is None:
-                why = "Field required; images of files are not taken"
+                why = "Field required; images by file_id are not supported"
                 raise invalid_field(f"{field}.image_url", why)
 
 

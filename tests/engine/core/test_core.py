@@ -188,7 +188,7 @@ def test_what_an_absent_front_end_asked_for_is_dropped(
     core.handle(request(2, 8))
     core.handle(UtilityCall(1, 8, "info"))
     assert not core.has_work
-    assert "front end 1 is not there" in caplog.text
+    assert "front end 1 is not connected" in caplog.text
 
 
 # -- errors of requests and aborts ----------------------------------------------------------------

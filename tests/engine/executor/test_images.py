@@ -307,7 +307,7 @@ def test_a_gemma_that_sees_nothing_reads(
     )
     executor = InProcessExecutor(config)
     assert executor.info.vision is None
-    assert "no images are taken with --long-prefill-token-threshold 8" in caplog.text
+    assert "images are not accepted with --long-prefill-token-threshold 8" in caplog.text
     executor.shutdown()
 
 
@@ -319,7 +319,7 @@ def test_a_mistral_without_transformers_reads(
     cache = CacheConfig(num_kv_blocks=30, block_size=8)
     executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
     assert executor.info.vision is None
-    assert "no images are taken with a vision encoder of transformers" in caplog.text
+    assert "images are not accepted with a vision encoder of transformers" in caplog.text
     executor.shutdown()
 
 

@@ -342,7 +342,7 @@ def test_images_that_overlap_are_refused(rig: Any) -> None:
     tokens, (first,) = prompt(image(1, 0), 8)
     answer = rig.add(1, tokens, images=[first, first])
     assert answer.error == (
-        "encoder_inputs[1]: it begins at token 0, before the end of what is before it"
+        "encoder_inputs[1]: it begins at token 0, before the end of the previous one"
     )
 
 

@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     pull = transport.bind(zmq.PULL, "tcp://127.0.0.1:*")
     node.show("short")
     transport.maintain()
-    assert "stay as they were" in caplog.text
+    assert "keeping the old cluster keys" in caplog.text
     assert arrives(pull, bound_address(pull, "127.0.0.1"), OLD)
 
 

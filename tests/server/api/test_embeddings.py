@@ -182,8 +182,10 @@ def test_dimensions_are_those_that_the_model_was_trained_for(pooling_http: Pooli
     def ask(size: int) -> dict[str, Any]:
         return {"input": [1], "dimensions": size}
 
-    refused(pooling_http(), "/v1/embeddings", ask(4), "dimensions", "not trained to be cut")
-    refused(pooling_http(dimensions=(4,)), "/v1/embeddings", ask(5), "dimensions", "have 4 numbers")
+    refused(pooling_http(), "/v1/embeddings", ask(4), "dimensions", "cannot be shortened")
+    refused(
+        pooling_http(dimensions=(4,)), "/v1/embeddings", ask(5), "dimensions", "have 4 dimensions"
+    )
     refused(pooling_http(dimensions=()), "/v1/embeddings", ask(9), "dimensions", "1 to 8")
     assert pooling_http(dimensions=()).post("/v1/embeddings", ask(3)).status_code == 200
 

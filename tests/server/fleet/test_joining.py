@@ -128,7 +128,7 @@ def test_an_engine_that_spans_nodes_is_the_only_one(config: ServeConfig, reason:
                 "pipeline_parallel_size": 2,
                 "enable_expert_parallel": True,
             },
-            "does not go with --enable-expert-parallel",
+            "cannot be combined with --enable-expert-parallel",
         ),
         (
             {"nnodes": 2, "master_addr": "h", "data_parallel_size": 1},

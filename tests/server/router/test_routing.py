@@ -341,7 +341,7 @@ def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_
     for prompt_token_ids in ([5, 5], [5, 5, 5]):  # a nonexistent engine, and an IndexError
         assert policy.choose(loads, prompt_token_ids) == Choice(0, "least_loaded")
     assert [each.message for each in caplog.records] == [
-        "--routing-policy last failed, so that the least loaded engine was taken; this is not "
+        "--routing-policy last failed, so the least loaded engine was chosen; this is not "
         "logged again: there is no engine 17"
     ]
 

@@ -190,7 +190,11 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "last"),
     [
-        ("/v1/completions", ASK, 'data: {"error":{"message":"The model\'s server'),
+        (
+            "/v1/completions",
+            ASK,
+            'data: {"error":{"message":"The connection to the model\'s server',
+        ),
         ("/v1/messages", {**ASK, "messages": []}, 'event: error\ndata: {"type":"error","error":{'),
     ],
 )
