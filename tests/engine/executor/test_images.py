@@ -188,7 +188,7 @@ def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
 
 
-def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_kv_tiers_distinguish_images(checkpoint: SaveModel, tmp_path: Path) -> None:
     name = "smolvlm"
     model = checkpoint(name)
     tiers = {"kv_disk_tier_dir": str(tmp_path), "kv_disk_tier_bytes": 1 << 24}

@@ -43,7 +43,7 @@ def run_noting_rows(rig: Any, depth: int) -> list[tuple[int, set[int]]]:
 
 
 @pytest.mark.parametrize(("depth", "speculative_ngram"), [(1, 0), (2, 0), (1, 3)])
-def test_nobody_is_computed_beside_a_suspect(
+def test_nothing_is_computed_together_with_a_suspect(
     make_rig: MakeRig, depth: int, speculative_ngram: int
 ) -> None:
     rig = make_rig(speculative_ngram=speculative_ngram, max_num_batched_tokens=8)

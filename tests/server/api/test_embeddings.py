@@ -109,7 +109,7 @@ def test_base64_holds_float32_numbers(pooling_http: Pooling) -> None:
         assert found == [vector_of([5, 6]), vector_of([7])]
 
 
-def test_engines_are_told_what_is_wanted(
+def test_engines_get_the_pooling_parameters(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     http = pooling_http(dimensions=(4, 8))
@@ -444,7 +444,7 @@ def test_what_a_key_may_have_at_once_holds(
     assert http.post("/v1/embeddings", {"input": [[1]] * 2}).status_code == 200
 
 
-def test_what_engines_say_against_an_input_is_told(
+def test_errors_of_engines_about_an_input_are_returned(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     http = pooling_http()

@@ -5,7 +5,7 @@ import pytest
 from server.http.connection_book import ConnectionTable, TooManyConnections, client_of
 
 
-def test_whoever_opens_thousands_closes_their_own() -> None:
+def test_a_client_that_opens_thousands_closes_its_own() -> None:
     book: ConnectionTable[str] = ConnectionTable(4)
     assert book.open("quiet", "a") is None
     for number in range(3):

@@ -57,7 +57,7 @@ def test_connections_leave_descriptors_for_everything_else() -> None:
 
 
 @pytest.mark.parametrize(("limit", "room"), [(256, 128), (1024, 768)])
-def test_a_limit_that_is_too_low_is_told(
+def test_a_limit_that_is_too_low_is_logged(
     limit: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))

@@ -107,7 +107,7 @@ def ended_request(**fields: Any) -> EndedRequest:
     )  # fmt: skip
 
 
-def test_a_span_tells_how_long_its_request_waited_and_computed(
+def test_a_span_contains_how_long_its_request_waited_and_computed(
     tracer: RequestTracer, collector: Collector
 ) -> None:
     tracer.record(ended_request(timing=RequestTiming(queue=0.25, prefill=0.5, decode=1.0)))
@@ -222,7 +222,7 @@ def test_a_request_that_fails_says_so(
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["error"]
 
 
-def test_a_request_that_is_lost_tells_how_long_it_had_computed(
+def test_a_lost_request_reports_how_long_it_had_computed(
     http: Any, engines: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     begun = RequestOutput(1, [5], timing=RequestTiming(queue=0.25, prefill=0.5, decode=0.0))

@@ -223,7 +223,7 @@ def test_a_client_that_leaves_during_the_prefill_frees_its_engine() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whoever_dies_whenever_all_answers_are_whole(seed: int) -> None:
+def test_all_answers_are_complete_whatever_dies_and_when(seed: int) -> None:
     draw = random.Random(seed)
     cluster = cluster_of("ppdd")
     roles = dict(enumerate("ppdd"))

@@ -81,7 +81,9 @@ def fleet(
         ("/invocations", {"prompt": "hello"}, "text_completion"),
     ],
 )  # fmt: skip
-def test_who_has_the_model_answers(fleet: Fleet, path: str, body: Any, kind: str) -> None:
+def test_the_server_that_has_the_model_answers(
+    fleet: Fleet, path: str, body: Any, kind: str
+) -> None:
     asked = {"x-request-id": "mine"}
     answer = fleet.http.post(path, json={"model": "other", **body}, headers=asked)
     assert (answer.status_code, answer.json()["object"]) == (200, kind)
