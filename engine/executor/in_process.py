@@ -53,7 +53,7 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.models.settings import model_length, open_checkpoint
 from engine.models.weights import decoder_tensors
 from engine.runner.head_threads import keeps_bits
-from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.host_memory import keep_freed_memory, release_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
@@ -404,7 +404,7 @@ class InProcessExecutor(GroupExecutor):
         self._runner = self._pipelined = None  # which holds the KV cache
         self._build_runner(loaded)
         self._previous = previous
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def start_profile(self) -> None:
         """Start a profile of the steps; raises as `StepThread.start_profile`."""
