@@ -19,7 +19,7 @@ from server.api.openapi import described, json_responses
 from server.api.services import Services, services_of
 from server.errors import ErrorResponse, invalid, too_complex
 from server.http.call import Call, ClientDisconnected
-from server.http.errors import foreseen, invalid_body
+from server.http.errors import client_error, invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
 from server.limits import MAX_PROMPTS, MAX_TOKENS
 from server.schema.body import RequestBody
@@ -208,7 +208,7 @@ class ApiRoute(APIRoute):
         except Exception as error:
             if call.status is not None:
                 raise
-            await call.send_error(foreseen(error, call.request_id))
+            await call.send_error(client_error(error, call.request_id))
         finally:
             call.release()
         if call.status is not None:

@@ -66,7 +66,7 @@ class ImageSources:
         try:  # of the megabytes one copy, not three
             return binascii.a2b_base64(memoryview(url.encode())[comma + 1 :], strict_mode=True)
         except (binascii.Error, ValueError) as error:
-            raise BadImage("the data of the URL are not base64") from error
+            raise BadImage("the URL's data is not base64") from error
 
     def _of_file(self, url: str) -> bytes:
         if self._root is None:

@@ -172,7 +172,7 @@ def test_an_engine_may_wait_for_the_weights_that_a_trainer_has_sent(cluster: Clu
     assert [entry.rank for entry in cluster.state.view().engines] == [0, 1]
 
 
-def test_a_rank_that_is_held_is_refused_until_its_holder_is_gone(cluster: Cluster) -> None:
+def test_an_assigned_rank_is_refused_until_its_member_has_left(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     refused = reply(cluster.hello(0, 11))
     assert isinstance(refused, Refused)
@@ -194,7 +194,7 @@ def test_after_a_restart_a_newcomer_does_not_get_the_number_of_one_that_lives(
     assert reply(cluster.hello(-1, 11, kind=kind)).index == 1  # type: ignore[attr-defined]
 
 
-def test_a_member_whose_number_was_given_to_another_is_told_to_end(cluster: Cluster) -> None:
+def test_a_member_whose_number_was_reassigned_is_ordered_to_exit(cluster: Cluster) -> None:
     cluster.send(Tick())
     cluster.hello(0, 10)
     for _ in range(6):  # it is silent for too long
@@ -213,7 +213,7 @@ def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: 
     assert [entry.incarnation for entry in cluster.state.view().engines] == [11]
 
 
-def test_an_unknown_member_is_told_to_say_hello_again(cluster: Cluster) -> None:
+def test_an_unknown_member_is_asked_to_register_again(cluster: Cluster) -> None:
     ack = reply(cluster.send(FromMember(b"x", Heartbeat("engine", 3, 99))))
     assert ack == HeartbeatAck(EPOCH, known=False)
 
@@ -399,7 +399,7 @@ def test_a_group_size_that_is_no_number_is_refused(cluster: Cluster) -> None:
     assert (refused.field, refused.final) == ("data_parallel_size", True)
 
 
-def test_front_ends_that_know_a_view_are_told_what_has_changed(cluster: Cluster) -> None:
+def test_front_ends_that_have_a_view_get_its_changes(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     for rank in range(3):
         cluster.engine(rank, 10 + rank)
@@ -430,7 +430,7 @@ def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: C
     assert only(cluster.stats(0, 10, 3, running=2), PublishView)[0].change is not None
 
 
-def test_many_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
+def test_many_joins_are_published_together(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     published = []
     for rank in range(300):

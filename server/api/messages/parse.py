@@ -15,7 +15,7 @@ from server.generate.request import Conversation, GenerationRequest
 from server.limits import MAX_MESSAGES, MAX_TOOL_CALLS
 from server.schema.tools import not_served
 
-_PASSED_ON = (
+_COPIED_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_tokens",
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ def _as_chat(
     if config is not None:
         body["reasoning_effort"] = config.effort
     if isinstance(request, schema.MessagesRequest):
-        body |= {name: getattr(request, name) for name in _PASSED_ON}
+        body |= {name: getattr(request, name) for name in _COPIED_FIELDS}
         body["stop"] = request.stop_sequences or None
         body["user"] = request.metadata.user_id if request.metadata is not None else None
         if thinking is not None:
@@ -173,7 +173,7 @@ class _ChatMessages:
                 case schema.DocumentBlock():
                     source = f"{field}.source.type"
                     raise invalid_field(
-                        source, f"documents are read as 'text', not {block.source.type!r}"
+                        source, f"only 'text' documents are supported, not {block.source.type!r}"
                     )
                 case schema.ToolResultBlock():
                     self._result(block, field)
@@ -278,7 +278,7 @@ def _assistant(blocks: Sequence[schema.Block], path: str) -> dict[str, Any]:
 
 def _refuse(block: schema.Block, path: str, role: str) -> NoReturn:
     field = f"{path}.type"
-    raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
+    raise invalid_field(field, f"{block.type!r} is not allowed in {role} turns")
 
 
 def _text(content: str | Sequence[schema.TextBlock]) -> str:
@@ -297,7 +297,7 @@ def _read(block: schema.ResultBlock) -> str:
         case schema.ToolReferenceBlock():
             return f"The tool {block.tool_name} is available."
         case _:
-            return f"[{block.type} omitted: only documents of plain text are read]"
+            return f"[{block.type} omitted: only plain-text documents are supported]"
 
 
 def _tool(tool: schema.MessageTool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, settle_environment
+from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, configure_environment
 
 VARIABLES = (
     "GOMP_SPINCOUNT",
@@ -25,7 +25,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def settled(name: str) -> str | None:
-    settle_environment()
+    configure_environment()
     return os.environ.get(name)
 
 

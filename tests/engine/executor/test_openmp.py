@@ -16,15 +16,15 @@ ASK = """
 import ctypes, json, os, sys
 if sys.argv[2] == "torch first":
     import torch
-from engine.executor.environment import settle_environment
+from engine.executor.environment import configure_environment
 if sys.argv[2] == "forked":
-    settle_environment(int(sys.argv[3]))
+    configure_environment(int(sys.argv[3]))
     import torch
     if os.fork():
         os.wait()
         os._exit(0)
-settle_environment(int(sys.argv[3]))
-settle_environment(int(sys.argv[3]))  # a second time changes nothing
+configure_environment(int(sys.argv[3]))
+configure_environment(int(sys.argv[3]))  # a second time changes nothing
 import torch
 torch.set_num_threads(3)
 torch.ones(1 << 20).sin_()

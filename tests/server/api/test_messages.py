@@ -141,7 +141,7 @@ def test_an_answer_that_was_begun_goes_on(http: Any, engines: Any) -> None:
         ({"max_tokens": 50, "stop_sequences": ["world"]}, "stop_sequence", "world"),
     ],
 )
-def test_why_an_answer_ended_is_told(
+def test_the_reason_why_an_answer_ended_is_returned(
     http: Any, fields: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     answer = http.post("/v1/messages", {"model": "tiny", "messages": HELLO, **fields}).json()

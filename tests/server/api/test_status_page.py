@@ -296,7 +296,7 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
 
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_phone_and_breaks_no_rule_of_its_own(
+def test_the_page_fits_a_phone_and_follows_its_own_rules(
     browser: Any, app: Any, engines: Any, served: Any, dark: bool
 ) -> None:
     engines.view = view(*(engine(rank, running=3) for rank in range(3)))

@@ -225,7 +225,7 @@ async def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: lis
         writer.close()
 
 
-async def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
+async def test_a_client_that_keeps_sending_after_an_answer_is_disconnected(app: Any) -> None:
     async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
         endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
         _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
@@ -409,7 +409,7 @@ def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bo
     return reader.at_eof() or reader.exception() is not None
 
 
-async def test_a_client_is_answered_beside_hundreds_that_never_finish(
+async def test_a_client_is_answered_despite_hundreds_that_never_finish(
     app: Any, engines: Any
 ) -> None:
     """Connections that are idle, or have sent part of a header or of a body."""
