@@ -144,7 +144,7 @@ def test_planned_engines_that_have_not_joined_are_told_again_and_again() -> None
     def told(after: float) -> list[Notice]:
         return only(cluster.send(Tick(), after), Notice)
 
-    missing = "1 of 2 engines are there: 0 on h. Missing: 1 (not joined, for {:.0f} s)"
+    missing = "1 of 2 engines are present: 0 on h. Missing: 1 (not joined, for {:.0f} s)"
     assert told(0.0) == [Notice(missing.format(0.0))]
     assert told(1.0) == []
     assert told(MISSING_INTERVAL) == [Notice(missing.format(1 + MISSING_INTERVAL))]
