@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from engine.executor.environment import settle_environment
+from engine.executor.environment import configure_environment
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -300,7 +300,7 @@ def main() -> None:
         parser.error("nothing to do: --rows or --prefill needs a number")
     if options.json is not None:
         writable_file(options.json)
-    settle_environment()
+    configure_environment()
     results = measure(options)
     console = Console(width=150)
     for which in ("all", "fastest"):

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.executor.environment import settle_environment
+from engine.executor.environment import configure_environment
 
 OUTPUTS, INPUTS, MATRICES = 9728, 896, 8
 """Shape of products; together the weights exceed the caches."""
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.4b", help="whose steps are compared: 0.4b or 2-layer")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    settle_environment()
+    configure_environment()
     report(measure_all(options.model, options.rounds))
 
 

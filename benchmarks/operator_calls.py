@@ -363,14 +363,14 @@ def running_scene(clients: int) -> Iterator[Scene]:
             yield scene
 
 
-def see(scene: Scene, case: str) -> Outcome:
-    """Send the calls of a case while clients stream.
+def see(scene: Scene, *cases: str) -> Outcome:
+    """Send the calls of cases, one after the other, while clients stream.
 
     Raises:
         RuntimeError, OSError: a call failed.
         TimeoutError: it was without effect, or a client hangs.
     """
-    first, *others = CASES[case]
+    first, *others = (step for case in cases for step in CASES[case])
     with Clients(scene, len(scene.undisturbed)) as clients:
         before = time.monotonic()
         first(scene)

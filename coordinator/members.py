@@ -151,13 +151,13 @@ class Members:
             self._restarts[index] = self._restarts.get(index, 0) + restarted
 
     @property
-    def is_balanced_outside(self) -> bool:
+    def is_balanced_externally(self) -> bool:
         """Whether every front end serves exactly one engine, so that no member needs loads."""
         front_ends = self.front_ends.values()
         return bool(front_ends) and all(each.scope.rank is not None for each in front_ends)
 
     @property
-    def take_changes(self) -> bool:
+    def accept_changes(self) -> bool:
         """Whether there are front ends and all of them accept incremental views."""
         front_ends = self.front_ends.values()
         return bool(front_ends) and all(each.takes_changes for each in front_ends)

@@ -39,7 +39,7 @@ from engine.shared.messages import (
     ProcessEntry,
     encode,
 )
-from engine.shared.own_process import end_signals, process_use, settle_heap
+from engine.shared.own_process import end_signals, freeze_heap, process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import (
     Inbox,
@@ -140,9 +140,9 @@ class Coordinator:
                 if self._expected_file is not None and self._expected_file.changed():
                     try:
                         self.state.reload_expected()
-                        logger.info("the number of expected engines was read again")
+                        logger.info("reloaded the number of expected engines")
                     except (OSError, ValueError) as error:
-                        logger.error("the number of expected engines stays as it is: %s", error)
+                        logger.error("keeping the old number of expected engines: %s", error)
                 maintain_at = now + _MAINTENANCE_INTERVAL
             wait = max(0.0, min(self.state.next_deadline(now), maintain_at) - now)
             readable = dict(poller.poll(int(wait * 1000) + 1))
@@ -218,7 +218,7 @@ def run(launch: CoordinatorLaunch, lifeline: Lifeline) -> int:
     except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
         lifeline.failed(f"cannot listen on {config.cluster.coordinator_address}: {error}")
         return CANNOT_START
-    settle_heap()
+    freeze_heap()
     try:
         lifeline.ready(f"listening on {config.cluster.coordinator_address}")
         health.ready()

@@ -205,7 +205,7 @@ class CoordinatorState:
         return self._members.find(message) is not None
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
-        refusal = self._beyond_plan(hello) or self._members.why_refused(hello)
+        refusal = self._exceeds_plan(hello) or self._members.why_refused(hello)
         if refusal is not None:
             return [Reply(sender, refusal)]
         members = self._members.of(hello.kind)
@@ -219,7 +219,7 @@ class CoordinatorState:
         actions += self._order_fleet(self._fleet.adopt_newer(hello.fleet))
         return [*actions, Reply(sender, self._welcome(hello, index))]
 
-    def _beyond_plan(self, hello: Hello) -> Refused | None:
+    def _exceeds_plan(self, hello: Hello) -> Refused | None:
         """Return why an engine with an explicit rank is refused, None if it is not."""
         number, planned = self._expected.number or 0, self._expected.planned
         if planned is None or hello.kind != "engine" or hello.given or hello.index < number:
@@ -383,7 +383,7 @@ class CoordinatorState:
         elif member.stats is None or member.stats.version < report.version:
             member.stats = report
             if not self._publication.changed:
-                self._publication.changed = not self._members.is_balanced_outside
+                self._publication.changed = not self._members.is_balanced_externally
             self._publication.urgent |= self._wave.stats(report)
 
     # -- publication -----------------------------------------------------------------------------
@@ -415,7 +415,7 @@ class CoordinatorState:
         if not self._publication.take_due(now):
             return []
         view, change = self._with_missing(self.view(), now), None
-        if self._members.take_changes and not self._has_newcomers:
+        if self._members.accept_changes and not self._has_newcomers:
             change = self._changes.since(view)
         if change is None:
             self._changes.record_full(view)
@@ -448,7 +448,7 @@ class CoordinatorState:
         )
         return [
             Notice(
-                f"{len(view.engines)} of {view.expected} engines are there: {present}. "
+                f"{len(view.engines)} of {view.expected} engines are present: {present}. "
                 f"Missing: {missing}"
             )
         ]

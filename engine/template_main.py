@@ -2,7 +2,7 @@
 
 import importlib
 
-from engine.executor.environment import compute_processes, settle_environment
+from engine.executor.environment import compute_processes, configure_environment
 from engine.shared.template import TemplateLaunch, run
 
 LOADED = ("engine.process.main", "engine.executor.in_process")
@@ -14,7 +14,7 @@ def load(launch: TemplateLaunch) -> None:
     config = launch.engine
     assert config is not None
     engines = max(1, config.parallel.engines_on_node)
-    settle_environment(compute_processes(config, engines))
+    configure_environment(compute_processes(config, engines))
     for name in LOADED:
         importlib.import_module(name)
 

@@ -20,7 +20,7 @@ from server.api.responses import stored
 from server.api.services import Services
 from server.api.vectors import endpoint as vectors
 from server.errors import ApiError
-from server.http.errors import foreseen, no_such_path
+from server.http.errors import client_error, no_such_path
 from server.http.middleware import LoadHeader, RequestIdMiddleware, add_own
 from server.observe.access_log import AccessLog
 from server.observe.engine_metrics import engine_load
@@ -91,7 +91,7 @@ def build_app(services: Services) -> FastAPI:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     name = request.headers.get("x-request-id", "-")
-    answer, path = foreseen(error, name), request.scope["path"]
+    answer, path = client_error(error, name), request.scope["path"]
     if isinstance(error, HTTPException) and error.status_code == 404:
         served = {route.path for route in request.app.routes if "{" not in route.path}
         answer.message = no_such_path(path, served)

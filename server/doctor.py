@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from engine.shared.addresses import listen
 from engine.shared.cpu.machine import cpu_quota, read_topology, usable_cores
 from engine.shared.devices import num_cuda_devices
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
@@ -172,10 +172,7 @@ def _cache() -> Check:
 def _port(target: DoctorTarget) -> Check:
     where = f"{target.host} port {target.port}"
     try:
-        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
-        with socket.socket(family) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind((target.host, target.port))
+        listen(target.host, target.port, 1).close()
     except OSError as error:
         return Check("port", "fail", f"{where} is not free: {error.strerror or error}")
     return Check("port", "ok", f"{where} is free")

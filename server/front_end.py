@@ -30,7 +30,7 @@ from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.own_process import end_signals, settle_heap
+from engine.shared.own_process import end_signals, freeze_heap
 from engine.shared.plugins import BadPlugin, install_command
 from engine.shared.pooling import BadPooling, read_pooling
 from engine.shared.scope import MissingRank, front_end_scope, node_name
@@ -49,7 +49,7 @@ from server.api.services import Services, make_services
 from server.app import build_app
 from server.config import FrontEndConfig
 from server.control import SupervisorControl
-from server.http.descriptors import make_room_for_descriptors
+from server.http.descriptors import grow_descriptor_table
 from server.http.listener import ConnectionShare, HttpServer
 from server.http.middleware import BadMiddleware
 from server.http.protocol import limited_protocol
@@ -100,7 +100,7 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     incarnation: int
     socket_dir: str
     """Private directory for this node's local sockets; empty: a directory of this process."""
-    place: int = 0
+    slot: int = 0
     """Index among its node's front ends; its row in their shared tables."""
     listen_fd: int | None = None
     """Listening HTTP socket that the supervisor bound, shared by all front ends."""
@@ -157,7 +157,7 @@ class FrontEnd:
         if self._launch.index < 0:
             log = self._config.log
             name_process(f"api {index}", log.log_level, log.log_format)
-        metrics = FrontEndMetrics(self._config, self._launch.place)
+        metrics = FrontEndMetrics(self._config, self._launch.slot)
         metrics.replaces(self._launch.replaced)
         client = EngineClient(
             front_end=index,
@@ -172,7 +172,7 @@ class FrontEnd:
 
         rows = self._launch.admission_table
         table = (
-            AdmissionTable(None) if rows is None else AdmissionTable(Path(rows), self._launch.place)
+            AdmissionTable(None) if rows is None else AdmissionTable(Path(rows), self._launch.slot)
         )
         remote_tenants = (
             RemoteTenants(table, index, self._launch.incarnation)
@@ -246,7 +246,7 @@ class FrontEnd:
         if remote_tenants is not None:
             yield _every(REPORT_INTERVAL, partial(_report_tenants, remote_tenants, link))
         interval = self._config.http.log_stats_interval
-        if interval and not self._launch.place:
+        if interval and not self._launch.slot:
             yield log_stats(client, interval)
 
     async def _beat(self, metrics: FrontEndMetrics) -> None:
@@ -313,7 +313,7 @@ class FrontEnd:
     def _router(self, index: int, metrics: FrontEndMetrics) -> Router:
         table = None
         if self._launch.load_table is not None:
-            table = LoadTable(Path(self._launch.load_table), self._launch.place)
+            table = LoadTable(Path(self._launch.load_table), self._launch.slot)
         config, routing = self._config, self._config.routing
         blocks = None
         if routing.routing_policy == "prefix-aware":
@@ -386,7 +386,7 @@ class FrontEnd:
         self._lifeline.progress("waiting for an engine")
         await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            settle_heap()
+            freeze_heap()
             link.ready()
             self._lifeline.ready(f"serving on {guards.scheme}://{http.address}")
         ready.cancel()
@@ -435,7 +435,7 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
     name = f"api {launch.index}" if launch.index >= 0 else "api"
     name_process(name, launch.config.log.log_level, launch.config.log.log_format)
     bind_process(launch.cpus)
-    make_room_for_descriptors()
+    grow_descriptor_table()
     lifeline.watch()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     try:

@@ -25,7 +25,7 @@ class TenantBudget:
         """Add usage unconditionally."""
         self._held[tenant] += amount
 
-    def give_back(self, tenant: Hashable, amount: int) -> None:
+    def release(self, tenant: Hashable, amount: int) -> None:
         """Subtract usage."""
         self._held[tenant] -= amount
         if not self._held[tenant]:
@@ -38,4 +38,4 @@ class TenantBudget:
         try:
             yield
         finally:
-            self.give_back(tenant, amount)
+            self.release(tenant, amount)

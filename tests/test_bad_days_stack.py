@@ -12,9 +12,7 @@ from tests.support.waiting import PATIENCE
 pytestmark = pytest.mark.stack
 
 
-@pytest.mark.parametrize(
-    "name", ["stderr not read", "files cleaned", "interpreter missing", "no descriptors"]
-)
+@pytest.mark.parametrize("name", ["stderr not read", "files cleaned", "no descriptors"])
 def test_service_goes_on_and_is_whole_again(name: str) -> None:
     outcome = run_scenario(SCENARIOS[name], clients=3, recovery_seconds=PATIENCE)
     assert outcome.failures == []

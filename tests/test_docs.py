@@ -145,7 +145,7 @@ def test_functions_that_the_architecture_names_are_there() -> None:
     named = set(re.findall(r"`([A-Z]\w+)\.(\w+)", page))
     assert len(named) > 25
     assert sorted(f"{c}.{name}" for c, name in named if name not in classes.get(c, ())) == []
-    ways = page[page.index("## Three ways") : page.index("## Who knows what")]
+    ways = page[page.index("## Three call paths") : page.index("## Who knows what")]
     assert set(re.findall(r"`([A-Z]\w+)`", ways)) <= classes.keys()
 
 

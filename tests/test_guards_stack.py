@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.running_stack import RunningStack, StackFailed
+from benchmarks.running_stack import RunningStack
 from tests.support.certificates import make_certificate
 from tests.support.http import call
 from tests.support.metrics import metric, num_running, total
@@ -184,11 +184,3 @@ def test_https_keys_and_logs_that_follow_a_request_through_all_processes(tmp_pat
         supervisor = [record for record in records() if record["process"] == "supervisor"]
         assert any("swell is ready" in str(record["message"]) for record in supervisor)
         assert not [line for line in stack.lines if "root-key" in line or "from-the-file" in line]
-
-
-def test_a_missing_file_is_named_and_nothing_starts(tmp_path: Path) -> None:
-    with (
-        pytest.raises(StackFailed, match=r"--api-key-file .* cannot be read"),
-        RunningStack(*FLAGS, "--api-key-file", str(tmp_path / "nowhere")),
-    ):
-        pass

@@ -4,6 +4,8 @@ import json
 import signal
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -37,8 +39,10 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSt
             "--data-parallel-size", "1", "--allow-kv-transfer-params", *role,
         )  # fmt: skip
 
-    consumer = ("--kv-transfer-config", '{"kv_role": "kv_consumer"}')
-    with stack("--kv-role", "prefill") as first, stack(*consumer) as second:
+    first = stack("--kv-role", "prefill")
+    second = stack("--kv-transfer-config", '{"kv_role": "kv_consumer"}')
+    with ExitStack() as running, ThreadPoolExecutor(2) as starting:
+        list(starting.map(running.enter_context, (first, second)))
         yield first, second
 
 
@@ -97,41 +101,30 @@ def deltas(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("/v1/completions", {"prompt": f"A proxy: {PROMPT}", "max_tokens": 30, "min_tokens": 5}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": PROMPT}], "max_completion_tokens": 30},
-        ),
-    ],
-)
-def test_clients_of_the_toy_proxy_get_whole_answers(
-    path: str, asked: dict[str, Any], stream: bool, stacks: tuple[RunningStack, RunningStack]
+def test_the_toy_proxy_gets_a_whole_completion(stacks: tuple[RunningStack, RunningStack]) -> None:
+    body = completion(f"A proxy: {PROMPT}", 30, min_tokens=5, temperature=0)
+    expected = text(call(f"{stacks[0].url}/v1/completions", body))
+    hits = total(stacks[1].url, "kv_transfer_hits_total")
+    failures = total(stacks[1].url, "kv_transfer_failures_total")
+    assert text(json.loads(through_proxy(stacks, "/v1/completions", body))) == expected
+    until(lambda: total(stacks[1].url, "kv_transfer_hits_total") > hits, "blocks were read")
+    assert total(stacks[1].url, "kv_transfer_failures_total") == failures
+
+
+def test_the_toy_proxy_gets_a_whole_stream_of_a_chat(
+    stacks: tuple[RunningStack, RunningStack],
 ) -> None:
-    body = asked | {"temperature": 0}
-    answer = call(stacks[0].url + path, body)
-    [expected] = answer["choices"]
-    hits, failures = (f"kv_transfer_{each}_total" for each in ("hits", "failures"))
-    before = total(stacks[1].url, hits), total(stacks[1].url, failures)
-    if stream:
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        events = deltas(through_proxy(stacks, path, body | options))
-        choices = [choice for event in events for choice in event["choices"]]
-        texts = [each["text"] if "text" in each else each["delta"] for each in choices]
-        told = "".join(
-            each if isinstance(each, str) else each.get("content") or "" for each in texts
-        )
-        assert events[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
-    else:
-        [choice] = json.loads(through_proxy(stacks, path, body))["choices"]
-        told = choice["text"] if "text" in choice else choice["message"]["content"]
-    assert told == (expected["text"] if "text" in expected else expected["message"]["content"])
-    if not stream:  # else the engine has read them before
-        until(lambda: total(stacks[1].url, hits) > before[0], "blocks were read")
-    assert total(stacks[1].url, failures) == before[1]
+    path = "/v1/chat/completions"
+    messages = [{"role": "user", "content": PROMPT}]
+    body = {"messages": messages, "max_completion_tokens": 30, "temperature": 0}
+    expected = call(stacks[0].url + path, body)
+    failures = total(stacks[1].url, "kv_transfer_failures_total")
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = deltas(through_proxy(stacks, path, body | options))
+    parts = [each["delta"].get("content") for event in events for each in event["choices"]]
+    assert "".join(part or "" for part in parts) == expected["choices"][0]["message"]["content"]
+    assert events[-1]["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    assert total(stacks[1].url, "kv_transfer_failures_total") == failures
 
 
 def test_the_answer_is_the_same_when_the_engine_before_has_been_killed(

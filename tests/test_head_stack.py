@@ -22,7 +22,7 @@ from tests.support.waiting import PATIENCE, until
 pytestmark = pytest.mark.stack
 
 FLAGS = ("--executor", "simulated", "--simulated-step-us", "10000", "--admin-key", ADMIN_KEY)
-QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
+QUICK = ("--heartbeat-interval", "0.3")
 
 
 class Nodes:
@@ -170,7 +170,6 @@ def test_a_head_knows_how_many_engines_other_nodes_shall_bring(tmp_path: Path) -
 
         until(lambda: any("2 of 4 engines are" in line for line in head.lines), "it says so")
         until(lambda: status() == (4, [(2, "not_joined"), (3, "not_joined")]), "two are missing")
-        until(lambda: any("Missing: 2 (not joined, for" in line for line in head.lines), "logged")
         beyond = run_swell("serve", "--headless", *join, "--data-parallel-start-rank", "3")
         assert beyond.returncode == 1
         assert "data_parallel_rank is 4 here" in beyond.stdout + beyond.stderr

@@ -78,7 +78,8 @@ def test_streams_about_images_go_on_elsewhere_when_their_engine_is_killed(
     stack: RunningStack,
 ) -> None:
     asked_for = [(number % 4, f"what {number}", 150) for number in range(16)]
-    expected = [said(stack, *each) for each in asked_for]
+    with ThreadPoolExecutor(len(asked_for)) as pool:
+        expected = list(pool.map(lambda asked: said(stack, *asked), asked_for))
     assert len(set(expected)) == len(expected), "images and texts make a difference"
     engine = stack.processes()["engine 0"]
     enough = threading.Event()

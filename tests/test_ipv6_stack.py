@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack
 
-QUICK = ("--engine-timeout", "10", "--heartbeat-interval", "0.3")
+QUICK = ("--heartbeat-interval", "0.3")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.stack
 
 OLD, NEW = "the old secret of all", "the new secret of all"
-API_KEYS, CLUSTER_KEYS = "] keys were read again", "] cluster keys were read again"
+API_KEYS, CLUSTER_KEYS = "] keys were reloaded", "] cluster keys were reloaded"
 """What a front end says of its files of keys."""
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.stack
 @pytest.fixture
 def join(tmp_path: Path) -> Iterator[tuple[str, ...]]:
     """A coordinator; the flags with which others find it."""
-    with coordinator(tmp_path, "--engine-timeout", "10", "--heartbeat-interval", "0.2") as flags:
+    with coordinator(tmp_path, "--heartbeat-interval", "0.2") as flags:
         yield flags
 
 

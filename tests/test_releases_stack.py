@@ -50,7 +50,7 @@ class Cluster:
         key.write_text("a shared secret of these tests")
         self._flags = (
             "--coordinator", f"127.0.0.1:{port_of_a_coordinator()}", "--cluster-key-file", str(key),
-            "--engine-timeout", "10", "--heartbeat-interval", "0.2", "--log-level", "warning",
+            "--heartbeat-interval", "0.2", "--log-level", "warning",
         )  # fmt: skip
         self._running: list[subprocess.Popen[bytes]] = []
 

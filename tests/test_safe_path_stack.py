@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("started_anew")]
 ROOT = Path(__file__).parents[1]
 NAMES = ("server", "engine", "coordinator", "multiprocessing", "msgspec")
 """Our packages, one of Python's and one of a library."""
+SMALL = ("--data-parallel-size", "1", "--api-server-count", "1")
 
 
 @pytest.fixture
@@ -56,10 +57,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheels / "installed"
 
 
-def test_a_stack_serves_from_a_directory_that_holds_a_server_py(model_directory: Path) -> None:
-    flags = ("--start-method", "exec", "--data-parallel-size", "1", "--api-server-count", "1")
-    with nothing_runs_in(model_directory), RunningStack(*flags) as stack:
+def test_a_stack_and_a_benchmark_of_it_start_in_a_directory_that_holds_a_server_py(
+    model_directory: Path,
+) -> None:
+    load = ("--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "2")
+    with nothing_runs_in(model_directory), RunningStack(*SMALL, "--start-method", "exec") as stack:
         assert call(f"{stack.url}/v1/completions", completion("Once", 4))["choices"]
+        done = run_swell("bench", "--url", stack.url, *load)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_installed_wheel_serves_from_a_directory_that_holds_a_server_py(
@@ -69,7 +74,9 @@ def test_an_installed_wheel_serves_from_a_directory_that_holds_a_server_py(
         nothing_runs_in(model_directory),
         # Kernels of another folder would be compiled anew.
         RunningStack(
-            "--enforce-eager", "--start-method", "fork", environment={"PYTHONPATH": str(installed)}
+            *SMALL,
+            *("--enforce-eager", "--start-method", "fork"),
+            environment={"PYTHONPATH": str(installed)},
         ) as stack,
     ):
         assert call(f"{stack.url}/v1/completions", completion("Once", 4))["choices"]
@@ -83,13 +90,6 @@ def _imported_from(installed: Path) -> Path:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return Path(done.stdout.strip())
-
-
-def test_a_benchmark_starts_its_clients_safely(stack: RunningStack, model_directory: Path) -> None:
-    flags = ("--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "2")
-    with nothing_runs_in(model_directory):
-        done = run_swell("bench", "--url", stack.url, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_batch_starts_its_server_safely(model_directory: Path) -> None:

@@ -24,9 +24,6 @@ pytestmark = pytest.mark.stack
 class Cluster:
     """Processes that know of each other only the coordinator's address and the key."""
 
-    engine_timeout = 10
-    """Seconds after which who is silent is missed."""
-
     def __init__(self, directory: Path) -> None:
         self.registration = port_of_a_coordinator()
         self.http, self.coordinator_health, self.engine_health, self.other_http = free_ports(4)
@@ -38,7 +35,7 @@ class Cluster:
         command = [SWELL, *arguments]
         cluster = ["--coordinator", f"127.0.0.1:{self.registration}"]
         key = ["--cluster-key-file", str(self._key)]
-        times = ["--engine-timeout", str(self.engine_timeout), "--heartbeat-interval", "0.2"]
+        times = ["--heartbeat-interval", "0.2"]
         process = subprocess.Popen(
             [*command, *cluster, *key, *times], stdin=subprocess.DEVNULL, stderr=stderr
         )
@@ -135,7 +132,6 @@ def test_a_front_end_whose_number_went_to_another_while_it_slept_ends(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """It would be known to no engine, and wait for its number for ever."""
-    cluster.engine_timeout = 4
     log = tmp_path / "log"
     with log.open("wb") as written:
         cluster.start("coordinator", stderr=written)

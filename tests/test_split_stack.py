@@ -40,11 +40,14 @@ def test_each_engine_does_its_part() -> None:
 
 
 LINKS = ("link cut", "link silent", "blocks damaged")
+"""Over TCP, which has such links; over local sockets processes die."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kinds", "over_tcp"), [(STRIKES, False), (LINKS, True)], ids=["ipc", "tcp with CURVE"]
+    ("kinds", "over_tcp"),
+    [([kind for kind in STRIKES if kind not in LINKS], False), (LINKS, True)],
+    ids=["ipc", "tcp with CURVE"],
 )
 def test_answers_are_those_of_one_engine_whatever_dies_while_blocks_are_on_their_way(
     kinds: Sequence[str], over_tcp: bool
@@ -52,4 +55,4 @@ def test_answers_are_those_of_one_engine_whatever_dies_while_blocks_are_on_their
     rows, problems = split(2, 20, EXACT, kinds, stop_seconds=6, over_tcp=over_tcp)
     assert problems == []
     assert all(row.right + row.excused == row.answers > 0 for row in rows.values())
-    assert all(rows[kind].broken for kind in LINKS)
+    assert all(row.broken for kind, row in rows.items() if kind in LINKS)

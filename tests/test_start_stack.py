@@ -125,7 +125,7 @@ def test_a_stop_while_templates_load_leaves_nothing() -> None:
     [
         (("--max-model-len", "99999"), "--max-model-len 99999 is more than the 1024 positions"),
         (("--chat-template", "/nowhere.jinja"), "--chat-template cannot be read"),
-        (("--api-key-file", "/nowhere"), "/nowhere"),
+        (("--api-key-file", "/nowhere"), "--api-key-file /nowhere cannot be read"),
     ],
 )
 def test_what_is_wrong_is_the_last_line(flags: tuple[str, ...], reason: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import pydantic
@@ -175,89 +174,3 @@ def test_everything_else_that_a_request_may_ask_for_composes(client: openai.Open
     stopped = chat(client, stop=['"age"'], **common).choices[0]
     assert stopped.finish_reason == "stop"
     assert stopped.message.content == plain.split('"age"')[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (
-            {"response_format": schema_format({"type": "objec"})},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": schema_format({"type": "array", "uniqueItems": True})},
-            "response_format.json_schema.schema",
-        ),
-        ({"extra_body": {"structured_outputs": {"regex": "[a-"}}}, "structured_outputs.regex"),
-        ({"extra_body": {"structured_outputs": {"grammar": "?"}}}, "structured_outputs.grammar"),
-        ({"extra_body": {"structured_outputs": {"choice": []}}}, "structured_outputs.choice"),
-        ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs.json"),
-        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
-        ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "extra_body": {"structured_outputs": {"regex": "a"}},
-            },
-            "structured_outputs",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_enforced_is_a_bad_request_that_names_the_field(
-    client: openai.OpenAI, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        chat(client, **fields)
-    assert raised.value.param == param
-    assert raised.value.type == "invalid_request_error"
-
-
-def test_keywords_that_cannot_be_enforced_are_ignored_if_the_client_says_so(
-    client: openai.OpenAI,
-) -> None:
-    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3, "uniqueItems": True}
-    answer = chat(client, response_format=schema_format(schema, strict=False))
-    assert isinstance(json.loads(answer.choices[0].message.content), list)
-
-
-FREEZING: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a" * 60 + "!": {"type": "integer"}},
-    "patternProperties": {"^(a+)+$": {"type": "integer"}},
-}
-"""A key that a backtracking engine would match with the pattern in 2^60 steps."""
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "f", "parameters": FREEZING, "strict": True},
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/completions", {"structured_outputs": {"json": FREEZING}}),
-        ("/chat/completions", {"response_format": schema_format(FREEZING)}),
-        ("/chat/completions", {"tools": [TOOL]}),
-        ("/chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
-        ("/responses", {"text": {"format": {"type": "json_schema", "name": "x",
-                                            "schema": FREEZING}}}),
-        ("/completions", {"structured_outputs": {
-            "grammar": f"start: %json {json.dumps(FREEZING)}"}}),
-    ],
-    ids=["structured_outputs", "response_format", "tools", "required", "responses", "lark"],
-)  # fmt: skip
-def test_nested_quantifiers_in_a_schema_freeze_nothing(
-    client: openai.OpenAI, path: str, fields: dict[str, Any]
-) -> None:
-    body: dict[str, Any] = {"model": MODEL, **fields}
-    match path:
-        case "/completions":
-            body |= {"prompt": "KING:", "max_tokens": 2}
-        case "/chat/completions":
-            body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-        case _:
-            body |= {"input": "Hi", "max_output_tokens": 16}
-    answer = client.post(path, body=body, cast_to=httpx.Response)
-    assert answer.status_code == 200

@@ -20,10 +20,6 @@ KILLER = [7, 11, 7, 11]
 INNOCENT, INNOCENT_TOKENS = 40, 300
 
 
-SEQUENCES = 3
-"""Of the request that kills engines: each is suspected by itself."""
-
-
 def test_what_kills_engines_takes_no_innocent_request_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,10 +47,7 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
                 stream_many(f"{url}/v1/completions", bodies, concurrency=INNOCENT)
             )
             await asyncio.to_thread(until, lambda: num_running(url) == INNOCENT, "they run")
-            killer = {
-                "model": MODEL, "prompt": KILLER, "max_tokens": 50, "n": SEQUENCES,
-                "temperature": 1.0,
-            }  # fmt: skip
+            killer = {"model": MODEL, "prompt": KILLER, "max_tokens": 50}
             answer = await asyncio.to_thread(fetch, f"{url}/v1/completions", killer, timeout=240)
             for result in await streams:
                 assert (result.status, result.finish_reason) == (200, "length")
@@ -70,4 +63,4 @@ def test_what_kills_engines_takes_no_innocent_request_with_it(
         until(lambda: deaths() >= 4, "all deaths are told")
     assert (answer.status, answer.error["code"]) == (500, "request_kills_engines")
     assert "alone" in answer.error["message"]
-    assert deaths() <= 3 * SEQUENCES + 1, "\n".join(running.lines[-100:])
+    assert deaths() == 4, "\n".join(running.lines[-100:])

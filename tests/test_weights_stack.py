@@ -118,7 +118,7 @@ def test_checkpoints_are_loaded_under_streams_and_outlive_engines(
             assert done.status == 200, done
             assert json.loads(done.text)["engines"] == [0, 1]
 
-        text = replace_under_streams(url, 64, version, load)
+        text = replace_under_streams(url, 24, version, load)
         texts.add(text)
     assert len(texts) == 3, "each has its own, and none a cached prefix"
 

@@ -62,7 +62,7 @@ def main() -> None:
         type=_part,
         default=(1, 1),
         metavar="K/N",
-        help="send only every N-th of the values of fields (some 25,800), beginning with the K-th, "
+        help="send only every N-th of the values of fields (some 44,600), beginning with the K-th, "
         "so that they can be sent in N runs, 1/N to N/N",
     )
     parser.add_argument(

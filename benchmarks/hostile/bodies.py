@@ -15,7 +15,7 @@ LARGE = 3 * 2**20
 """Size of large bodies in bytes, slightly below the server's limit."""
 DEEP = 20_000
 """Nesting depth of arrays and objects."""
-_LEVELS = 4
+_LEVELS = 8
 """Maximum depth of fields within fields."""
 
 _NUMBERS = ["-1", "0", "1e308", "-1e308", "1e-320", "true", '"1"']

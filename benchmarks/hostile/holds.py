@@ -27,7 +27,7 @@ from benchmarks.hostile.requests import (
     pattern_requests,
 )
 from benchmarks.hostile.trial import SHOWN, field_attacks
-from engine.shared.own_process import settle_heap
+from engine.shared.own_process import freeze_heap
 from swell import AsyncLLM
 
 ATTEMPTS = 2
@@ -134,7 +134,7 @@ async def measure(every: int, only: str) -> list[tuple[float, int, str]]:
     """Serve the bundled model in this process, send everything, and return the costs."""
     async with await AsyncLLM.start() as llm:
         _, document = await ask(llm._app, "/openapi.json", None)
-        settle_heap()  # like a front end
+        freeze_heap()  # like a front end
         requests = hostile_requests(msgspec.json.decode(document), every, only)
         return sorted(await holds_of(llm._app, requests), reverse=True)
 

@@ -51,6 +51,70 @@ def costly_requests() -> list[Request]:
               tool_choice={"type": "function", "function": {"name": "g"}}),
         _chat("template arguments without end", chat_template_kwargs={"messages": "x" * 10**6}),
         _chat("2,000 turns", messages=[{"role": "user", "content": "a"}] * 2000),
+        _chat("thinking with many template arguments", thinking={"type": "enabled"},
+              chat_template_kwargs={f"k{i}": "x" * 400 for i in range(4000)}),
+        *_of_tools(),
+        *_of_blocks(),
+    ]  # fmt: skip
+
+
+def _response(name: str, **fields: Any) -> Request:
+    body = {"input": _WORD, "max_output_tokens": 1, **fields}
+    return Request(f"/v1/responses {name}", "/v1/responses", json.dumps(body).encode())
+
+
+def _of_tools() -> list[Request]:
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(14_000)]
+    named = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1024)]
+    every = {"type": "allowed_tools", "mode": "auto"}
+    return [
+        _response("tools added by 1,000 items", input=[
+            {"type": "additional_tools", "tools": tools[i * 14 : i * 14 + 14]} for i in range(1000)
+        ]),
+        _response("1,024 allowed tools", tools=tools[:1024],
+                  tool_choice={**every, "tools": tools[:1024]}),
+        _response("1,024 allowed of 14,000 tools", tool_choice={**every, "tools": tools[-1024:]},
+                  tools=[{"type": "namespace", "name": f"n{i}", "tools": tools[i::14][:1000]}
+                         for i in range(14)]),
+        _response("hosted items", input=[{"type": "mcp_call", "x": [{}] * 14}] * 2047),
+        _response("2,000 calls in a row", input=[
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 900}
+        ] * 2000),
+        _chat("1,024 allowed tools of a chat", tools=named,
+              tool_choice={"type": "allowed_tools", "allowed_tools": {
+                  "mode": "auto", "tools": named}}),
+    ]  # fmt: skip
+
+
+def _of_blocks() -> list[Request]:
+    """Turns of /v1/messages that are full of one kind of block."""
+    text = {"type": "text", "text": "a"}
+    image = {"type": "image", "source": {"type": "base64"}}
+    found = {"type": "tool_reference", "tool_name": "a" * 100}
+    reference = {"type": "tool_reference", "name": "a" * 100}
+    blocks: dict[str, tuple[str, dict[str, Any]]] = {
+        "tool additions": ("system", {"type": "tool_addition", "tool": reference}),
+        "tool removals": ("system", {"type": "tool_removal", "tool": reference}),
+        "compactions": ("assistant", {"type": "compaction", "content": "a" * 90}),
+        "opaque compactions": ("assistant", {"type": "compaction", "encrypted_content": "a"}),
+        "hosted calls": ("assistant", {"type": "server_tool_use", "input": {}}),
+        "hosted results": ("user", {"type": "web_search_tool_result", "content": [0]}),
+        "images": ("user", image),
+        "documents": ("user", {"type": "document", "source": {"type": "text", "data": "a"}}),
+        "found tools": ("user", {"type": "tool_result", "tool_use_id": "c", "content": [found]}),
+        "texts of results": (
+            "user", {"type": "tool_result", "tool_use_id": "c", "content": [text]},
+        ),
+        "images of results": (
+            "user", {"type": "tool_result", "tool_use_id": "c", "content": [image]},
+        ),
+    }  # fmt: skip
+    return [
+        Request(f"/v1/messages {name}", "/v1/messages", json.dumps(
+            {"model": "swell-shakespeare", "max_tokens": 1,
+             "messages": [{"role": role, "content": [block] * 1000}] * 13}
+        ).encode())
+        for name, (role, block) in blocks.items()
     ]  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class Executor(ABC):
         Raises:
             CannotDo: it cannot be loaded; nothing has changed.
         """
-        raise CannotDo("weights are replaced in engines that generate only")
+        raise CannotDo("only engines that generate text can replace weights")
 
     def weight_transfer(self) -> "WeightTransfer":
         """Return the receiver of a trainer's weights for `take_weights`.
@@ -122,7 +122,7 @@ class Executor(ABC):
         Raises:
             CannotDo: this executor's weights cannot be replaced that way.
         """
-        raise CannotDo("weights are replaced in engines that generate only")
+        raise CannotDo("only engines that generate text can replace weights")
 
     def take_weights(self) -> None:
         """Switch to the weights that a trainer has sent; otherwise as `load_weights`."""
@@ -164,8 +164,8 @@ class Executor(ABC):
 class GroupExecutor(Executor):
     """An executor whose steps run collectives with other engines.
 
-    It is created for its probable place. No step may be in flight when it moves to another; steps
-    require a group, and raise `GroupBroken` when that fails.
+    It is created for its expected position. No step may be in flight when the position changes;
+    steps require a group, and raise `GroupBroken` when it fails.
     """
 
     expert_balance: "ExpertBalance | None" = None
@@ -173,7 +173,7 @@ class GroupExecutor(Executor):
 
     @abstractmethod
     def prepare_group(self, position: int, size: int) -> None:
-        """Load the experts for this place in a group of `size`, and free the rest.
+        """Load the experts for this position in a group of `size`, and free the rest.
 
         The KV cache and slot state are unchanged.
 
@@ -185,7 +185,7 @@ class GroupExecutor(Executor):
     def join_group(self, spec: "GroupSpec", listener: "socket | None") -> "EngineGroup":
         """Connect to the other engines and take steps with them from now on.
 
-        The place must have been prepared. Rank 0 accepts connections on the listener.
+        The position must have been prepared. Rank 0 accepts connections on the listener.
 
         Raises:
             GroupBroken: not all engines connected.

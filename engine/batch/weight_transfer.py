@@ -52,7 +52,7 @@ def announced_tensors(
     """
     if not len(names) == len(types) == len(shapes):
         raise CannotDo(
-            f"names, dtype_names and shapes have to be equally many: they are {len(names)}, "
+            f"names, dtype_names and shapes must have equal lengths: they have {len(names)}, "
             f"{len(types)} and {len(shapes)}"
         )
     expected: dict[str, Tensor] = {}

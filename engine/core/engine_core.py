@@ -15,7 +15,7 @@ from engine.core.events import (
     Rejoined,
 )
 from engine.core.extensions import Extensions, Worker
-from engine.core.front_ends import CoreStep, FrontEnds, News
+from engine.core.front_ends import CoreStep, FrontEnds, UrgentStats
 from engine.core.halting import FLEET, Halting
 from engine.core.operations import Operations
 from engine.core.steps import Steps
@@ -123,7 +123,7 @@ class EngineCore:
             cache.kv_cache_dtype,
             info.is_batch_invariant,
             images=info.vision is not None,
-            tells_blocks=info.has_kv and finds_prefixes,
+            reports_blocks=info.has_kv and finds_prefixes,
             image_window=0 if info.vision is None else IMAGE_WINDOW_BYTES,
             kv_role=kv_role,
             kv_address=kv_address,
@@ -154,14 +154,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to send."""
-        if self.steps.are_in_flight or self._front_ends.has_mail:
+        if self.steps.any_in_flight or self._front_ends.has_messages:
             return True
         return self._scheduler.needs_step and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
         """See `HostedEngine`; for a halted engine only steps in flight count."""
-        if self.steps.have_rows or self._front_ends.has_mail:
+        if self.steps.any_rows_in_flight or self._front_ends.has_messages:
             return True
         return self._scheduler.has_requests and not self.halting.is_halted
 
@@ -169,9 +169,9 @@ class EngineCore:
     def needs_steps(self) -> bool:
         """Whether the group has to launch steps for this engine, besides those in flight.
 
-        True if there are requests to compute, or steps that a previous group gave up.
+        True if there are requests to compute, or steps that a previous group abandoned.
         """
-        return self._scheduler.needs_plan or self.steps.are_given_up
+        return self._scheduler.needs_plan or self.steps.any_abandoned
 
     @property
     def has_front_ends(self) -> bool:
@@ -204,9 +204,9 @@ class EngineCore:
             clock.topology,
             clock.running,
             clock.hold_epoch,
-            self._news.halted,
+            self._urgent_stats.halted,
             scheduler.num_deferred,
-            scheduler.alone,
+            scheduler.exclusive_request,
             halting.hands_over,
             self.adapters.load(),
             halting.sleep_level,
@@ -215,10 +215,10 @@ class EngineCore:
         )
 
     @property
-    def _news(self) -> News:
+    def _urgent_stats(self) -> UrgentStats:
         """Stats that all front ends have to be sent immediately when they change."""
         is_halted = self.halting.is_halted or not self._scheduler.admits
-        return News(is_halted, self.halting.hands_over, self._scheduler.alone)
+        return UrgentStats(is_halted, self.halting.hands_over, self._scheduler.exclusive_request)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ class EngineCore:
 
     def answers(self) -> CoreStep | None:
         """Return messages that can be sent without a step; None if there are none."""
-        has_news = self._front_ends.told != self._news
-        return self._take_messages() if self._front_ends.has_mail or has_news else None
+        has_urgent = self._front_ends.reported != self._urgent_stats
+        return self._take_messages() if self._front_ends.has_messages or has_urgent else None
 
     def _take_messages(self) -> CoreStep:
         if self.adapters.keeps_unlisted:
@@ -287,9 +287,9 @@ class EngineCore:
         if self._kv_events is not None:
             self._kv_events.flush()
         self._answer_block_requests()
-        news = self._news
-        changes_alone = news.alone != self._front_ends.told.alone
-        return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
+        urgent = self._urgent_stats
+        exclusive_changes = urgent.exclusive_request != self._front_ends.reported.exclusive_request
+        return self._front_ends.hand_over(urgent, self.stats, exclusive_changes=exclusive_changes)
 
     def _answer_block_requests(self) -> None:
         """Answer front ends that wait for changes of KV blocks, if there are any."""
@@ -322,5 +322,5 @@ class EngineCore:
         """Return whether the sender is connected to receive an answer; log the drop if not."""
         present = self._front_ends.is_present(index)
         if not present:
-            logger.warning("%s dropped: front end %d is not there", what, index)
+            logger.warning("%s dropped: front end %d is not connected", what, index)
         return present

@@ -66,5 +66,5 @@ class Extensions:
             raise CannotDo(f"wrong arguments for {name}: {error}") from None
         result = msgspec.json.encode(function(*bound.args, **bound.kwargs))
         if len(result) > MAX_RESULT:
-            raise CannotDo(f"{name} returned {len(result)} bytes; {MAX_RESULT} are the most")
+            raise CannotDo(f"{name} returned {len(result)} bytes, more than {MAX_RESULT}")
         return result.decode()

@@ -30,18 +30,18 @@ class CoreStep(NamedTuple):
     utility_results: list[tuple[int, UtilityResult]]
     """With the front end that called."""
     stats: EngineStats
-    changes_alone: bool = False
+    exclusive_changes: bool = False
     """The next step changes which request runs alone: notify all front ends before it."""
     blocks: Sequence[tuple[int, KvBlocks]] = ()
     """Changes of KV blocks, with the front end that requested them."""
 
 
-class News(NamedTuple):
+class UrgentStats(NamedTuple):
     """Fields of the stats that all front ends have to be sent immediately when they change."""
 
     halted: bool = False
     hands_over: bool = False
-    alone: int = 0
+    exclusive_request: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class FrontEnds:
     """
 
     def __init__(self) -> None:
-        self.told = News()
+        self.reported = UrgentStats()
         """State last sent to all front ends."""
         self.results: list[tuple[int, UtilityResult]] = []
         """Answers to operators' calls, with the front end that called."""
@@ -158,7 +158,7 @@ class FrontEnds:
     # -- pending messages ------------------------------------------------------------------------
 
     @property
-    def has_mail(self) -> bool:
+    def has_messages(self) -> bool:
         """Whether there are pending outputs or answers."""
         return bool(self._outputs or self.results or self._blocks)
 
@@ -187,16 +187,16 @@ class FrontEnds:
         self._blocks.append((front_end, blocks))
 
     def hand_over(
-        self, news: News, stats: Callable[[], EngineStats], *, changes_alone: bool
+        self, urgent: UrgentStats, stats: Callable[[], EngineStats], *, exclusive_changes: bool
     ) -> CoreStep:
-        """Return all pending messages; if there is news, every front end gets one.
+        """Return all pending messages; every front end gets one if `urgent` has changed.
 
         Args:
             stats: called once the outputs are counted.
-            changes_alone: see `CoreStep`.
+            exclusive_changes: see `CoreStep`.
         """
-        if news != self.told:
-            self.told = news
+        if urgent != self.reported:
+            self.reported = urgent
             for index, entry in self._entries.items():
                 if entry.present:
                     self.address(index)
@@ -204,7 +204,7 @@ class FrontEnds:
         self._outputs, self.results, self._blocks = {}, [], []
         for index in outputs:
             self._entries[index].outputs += 1
-        return CoreStep(outputs, results, stats(), changes_alone, blocks)
+        return CoreStep(outputs, results, stats(), exclusive_changes, blocks)
 
     def _drop(self, index: int) -> None:
         """Drop messages to a process that has left."""

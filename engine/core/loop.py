@@ -121,7 +121,7 @@ class EngineLoop:
         pause = IDLE_STATS_INTERVAL if self._core.has_work else IDLE_STATS_DELAY
         self._next_stats_at = self._clock() + pause
         self._outlet.send_step(step)
-        if step.changes_alone:
+        if step.exclusive_changes:
             self.settle(ANNOUNCEMENT_SECONDS)
 
     def settle(self, seconds: float) -> None:

@@ -175,8 +175,8 @@ class Operations:
             return self._set_weights(source, previous=self.weights)
         if self.has_workers:
             raise CannotDo(
-                "weights are replaced in engines of one process only: start engines of "
-                "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel anew"
+                "only single-process engines can replace weights: restart those of "
+                "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel"
             )
         model = Path(source.model).expanduser().resolve()
         is_below = self.weights_dir is not None and model.is_relative_to(

@@ -35,10 +35,10 @@ class _Launched(NamedTuple):
 
     plan: BatchPlan
     pending: PendingResult | None
-    """None for a plan without rows, which is not submitted, and for a step that a group gave up."""
+    """None for a plan without rows, which is not submitted, and for an abandoned step."""
 
     @property
-    def is_given_up(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether its rows still have to be computed, in another group."""
         return self.pending is None and bool(self.plan.slots)
 
@@ -80,17 +80,17 @@ class Steps:
         self._last_prefill_tokens = 0
 
     @property
-    def are_in_flight(self) -> bool:
+    def any_in_flight(self) -> bool:
         """Whether a result is pending."""
         return bool(self._in_flight)
 
     @property
-    def have_rows(self) -> bool:
+    def any_rows_in_flight(self) -> bool:
         """Whether a result of a request is pending."""
         return any(each.plan.slots for each in self._in_flight)
 
     @property
-    def are_given_up(self) -> bool:
+    def any_abandoned(self) -> bool:
         """Whether a step has to be launched again, in another group."""
         return bool(self._in_flight) and self._in_flight[-1].pending is None
 
@@ -112,10 +112,10 @@ class Steps:
         """Finish all steps in flight, then release all slots, blocks and prefixes.
 
         Raises:
-            CannotDo: a step that its group gave up has to be repeated first.
+            CannotDo: a step that a broken group abandoned has to be repeated first.
         """
-        if any(each.is_given_up for each in self._in_flight):
-            raise CannotDo("a step that its group gave up has to be finished first")
+        if any(each.is_abandoned for each in self._in_flight):
+            raise CannotDo("a step that its group abandoned has to be finished first")
         with self._described():
             while self._in_flight:
                 self._land()
@@ -142,10 +142,10 @@ class Steps:
     def launch_together(self, number: int, loads: Sequence[RankState]) -> None:
         """Launch a step of the group; an empty one if there is nothing to compute.
 
-        Steps that the previous group gave up are launched first, as planned.
+        Steps that the previous group abandoned are launched first, as planned.
 
         Raises:
-            GroupBroken: a member failed; `give_up` has to follow.
+            GroupBroken: a member failed; `abandon_pending` has to follow.
         """
         with self._described(GroupBroken):
             grant = self._grant(number, loads)
@@ -161,12 +161,12 @@ class Steps:
         """Wait for the group's oldest step in flight, and process its result.
 
         Raises:
-            GroupBroken: a member failed; `give_up` has to follow.
+            GroupBroken: a member failed; `abandon_pending` has to follow.
         """
         with self._described(GroupBroken):
             self._land_oldest()
 
-    def give_up(self) -> None:
+    def abandon_pending(self) -> None:
         """Handle the end of the group: process available results, keep the plans of other steps.
 
         These are launched again in another group. Afterwards no step is running.
@@ -180,7 +180,7 @@ class Steps:
                     self._in_flight[index] = _Launched(plan, None)
                     with suppress(GroupBroken):
                         pending.result()
-                        raise AssertionError("a step has followed one that was given up")
+                        raise AssertionError("a step followed an abandoned one")
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from engine.executor.offloading import OffloadedWeights, offload
 from engine.executor.step_thread import StepThread
 from engine.models.encoders.loading import LoadedEncoder, load_encoder
 from engine.runner.encoder_runner import EncoderRunner
-from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.host_memory import keep_freed_memory, release_freed_memory
 from engine.runner.pooler import Pooler
 from engine.shared.config import EngineConfig
 from engine.shared.model_files import model_directory
@@ -82,7 +82,7 @@ class EncoderExecutor(Executor):
             runner, self._runner = self._runner, None
             offloaded = offload([runner.encoder], self._device)
             self._asleep = None if offloaded is None else (runner, offloaded)
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def wake_up(self, *, kv_cache: bool = True) -> None:
         """Restore or reload the weights; there is no KV cache.

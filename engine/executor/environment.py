@@ -84,7 +84,7 @@ def installed_library() -> Path | None:
     return next((Path(str(file.locate())) for file in files if file.name == _LIBRARY), None)
 
 
-def settle_environment(processes: int = 1) -> None:
+def configure_environment(processes: int = 1) -> None:
     """Shorten the spinning of compute threads, bound oneDNN's caches, and use huge pages.
 
     `processes`: number of processes that share the cores available to this one.

@@ -53,7 +53,7 @@ from engine.models.parallel.balance import ExpertBalance
 from engine.models.settings import model_length, open_checkpoint
 from engine.models.weights import decoder_tensors
 from engine.runner.head_threads import keeps_bits
-from engine.runner.host_memory import give_back_freed_memory, keep_freed_memory
+from engine.runner.host_memory import keep_freed_memory, release_freed_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pooler import Pooler
 from engine.scheduler.block_table import CacheShape, lookahead_tokens
@@ -304,7 +304,7 @@ class InProcessExecutor(GroupExecutor):
             CannotDo: it cannot be loaded, has another architecture, or there are workers.
         """
         if self._leader is not None:
-            raise CannotDo("weights are replaced in engines of one process only")
+            raise CannotDo("only single-process engines can replace weights")
         self._replace_weights(replace(self._config.model, model=model, revision=revision))
 
     def weight_transfer(self) -> WeightTransfer:
@@ -357,8 +357,8 @@ class InProcessExecutor(GroupExecutor):
         if loaded is not None:  # a sleeping model is checked again when weights are taken
             reasons |= {
                 "of a model that transformers computes": loaded.loader is None,
-                "of a model that sees images": loaded.vision is not None,
-                "of a model that makes vectors": loaded.pooling is not None,
+                "of a model that accepts images": loaded.vision is not None,
+                "of a pooling model": loaded.pooling is not None,
                 "with --speculative-model or --speculative-method mtp": loaded.draft is not None,
             }
         for reason, holds in reasons.items():
@@ -366,7 +366,7 @@ class InProcessExecutor(GroupExecutor):
                 raise CannotDo(f"a trainer cannot replace weights {reason}")
         directory = model_directory(self._config.model, weights=False)
         if read_scheme(read_config(directory)) is not None:
-            raise CannotDo("a trainer cannot replace weights that are stored in few bits")
+            raise CannotDo("a trainer cannot replace quantized weights")
 
     def _check_sent(self, sent: TensorFiles) -> None:
         directory = model_directory(self._config.model, weights=False)
@@ -404,7 +404,7 @@ class InProcessExecutor(GroupExecutor):
         self._runner = self._pipelined = None  # which holds the KV cache
         self._build_runner(loaded)
         self._previous = previous
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def start_profile(self) -> None:
         """Start a profile of the steps; raises as `StepThread.start_profile`."""
@@ -489,7 +489,7 @@ class InProcessExecutor(GroupExecutor):
         if scheduling.max_draft_tokens:
             configured = scheduling.speculative_row_price
             logger.info(
-                "drafts: a token counts as %.3g of a step of one token, drafting it as %.3g",
+                "drafts: verifying a token costs %.3g of a one-token step, drafting it %.3g",
                 row if configured is None else configured,
                 draft,
             )

@@ -183,7 +183,7 @@ def _takes_images(config: EngineConfig, directory: Path, vision: VisionSpec | No
     if reason is None and is_tower and importlib.util.find_spec("transformers") is None:
         reason = f"a vision encoder of transformers: {install_command('transformers')}"
     if reason is not None:
-        logger.warning("no images are taken with %s", reason)
+        logger.warning("images are not accepted with %s", reason)
     return reason is None
 
 

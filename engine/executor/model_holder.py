@@ -10,7 +10,7 @@ from engine.executor.offloading import OffloadedWeights, offload
 from engine.models.formats.files import TensorFiles
 from engine.models.loading.mlps import GroupPosition
 from engine.models.parallel.balance import ExpertBalance
-from engine.runner.host_memory import give_back_freed_memory
+from engine.runner.host_memory import release_freed_memory
 
 Load = Callable[[GroupPosition | None, ExpertBalance | None, TensorFiles | None], LoadedModel]
 """Loads the model with the experts of a position, or all, and keeps the measured expert load.
@@ -27,10 +27,10 @@ class ModelHolder:
         in_group: GroupPosition | None,
         report: Callable[[str], None],
     ) -> None:
-        """Load it.
+        """Load the model.
 
         Args:
-            place: place among the engines that share the experts; None if this one holds all.
+            in_group: position among the engines that share the experts; None to hold all experts.
             report: receives human-readable progress messages.
         """
         self._load = load
@@ -44,7 +44,7 @@ class ModelHolder:
         self._offloaded: OffloadedWeights | None = None
         """Offloaded weights, while they are not on the device."""
         self._previous: LoadedModel | None = None
-        """The previous model after the weights were replaced, until that is settled."""
+        """The previous model after the weights were replaced, until `settle`."""
         self.loaded: LoadedModel | None = self._load_new()
         """None while the weights are freed."""
 
@@ -73,7 +73,7 @@ class ModelHolder:
             return
         self._report(f"loading the experts of engine {in_group.position + 1} of {in_group.size}")
         self.loaded.loader.redistribute_experts(self.loaded.model, in_group)
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def free(self) -> None:
         """Free the weights."""
@@ -90,7 +90,7 @@ class ModelHolder:
             self._offloaded = offload(models, self._device)
             if self._offloaded is None:
                 self.free()
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def wake_up(self) -> LoadedModel:
         """Restore the weights to the device, reloading them if they were freed."""
@@ -115,7 +115,7 @@ class ModelHolder:
         replaced, self._previous = self._previous, None
         if back and replaced is not None:
             self.loaded = replaced
-        give_back_freed_memory(self._device)
+        release_freed_memory(self._device)
 
     def close(self) -> None:
         """Free everything."""

@@ -159,7 +159,7 @@ def check_pooling(config: EngineConfig, pooling: PoolingSpec) -> None:
             ),
         }
     if reasons := _applicable(refused):
-        raise BadPooling(f"this model makes vectors (--runner pooling): {reasons}")
+        raise BadPooling(f"this is a pooling model (--runner pooling): {reasons}")
 
 
 def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.distributed.spec import listener_address, open_listener
-from engine.executor.environment import compute_processes, settle_environment
+from engine.executor.environment import compute_processes, configure_environment
 from engine.executor.layout import Layout
 from engine.executor.team_messages import Command, WorkerLaunch, WorkerReply
 from engine.executor.worker_process import StartedWorker, end_worker, start_worker
@@ -74,7 +74,9 @@ class Team:
             OSError: a process cannot be started; none is left running.
         """
         self.size = config.parallel.processes
-        settle_environment(compute_processes(config, engines_on_node))  # inherited by the workers
+        configure_environment(
+            compute_processes(config, engines_on_node)
+        )  # inherited by the workers
         self._on_failure = on_failure
         self.abort: Callable[[], None] | None = None
         """Called before `on_failure`: aborts collectives that wait for a worker."""

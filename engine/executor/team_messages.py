@@ -71,7 +71,7 @@ class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PrepareGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Hold the experts of this place in a group of engines; replied to."""
+    """Load the experts for this position in a group of engines; replied to."""
 
     position: int
     size: int
@@ -81,7 +81,7 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Connect to the other engines' processes; replied to."""
 
     spec: GroupSpec
-    """The engine's place among the engines."""
+    """The group, and the engine's position in it."""
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True, array_like=True):

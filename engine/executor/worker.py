@@ -138,7 +138,7 @@ class Worker:
             case Forward() | DummyStep() | Embed():
                 try:
                     self._step(command)
-                except ExpertsLost as error:  # the leader has got it too
+                except ExpertsLost as error:  # the leader gets this error too
                     logger.info("%s", error)
             case PrepareGroup(position, size):
                 self._prepare_group(GroupPosition(position, size))
@@ -377,7 +377,8 @@ def commands(connection: socket.socket, prepare: Callable[[Command], None]) -> I
     """Yield commands until the leader closes the connection.
 
     Args:
-        expect: called with each command on arrival, possibly some commands before it is yielded."""
+        prepare: called with each command on arrival, possibly some commands before it is yielded.
+    """
     reader = FrameReader(Command)
     pending: deque[Command] = deque()
     while True:
@@ -432,7 +433,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
         lifeline.failed(str(error))  # the process that broke it reports the cause
         return 1
     except Exception as error:
-        logger.exception("worker %d of engine %d cannot go on", launch.rank, launch.engine)
+        logger.exception("worker %d of engine %d cannot continue", launch.rank, launch.engine)
         lifeline.failed(f"{type(error).__name__}: {error}")
         return CANNOT_START if isinstance(error, ValueError) else 1
     return 0

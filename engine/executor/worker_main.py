@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.executor.environment import bind_cpus, settle_environment
+from engine.executor.environment import bind_cpus, configure_environment
 from engine.executor.team_messages import WorkerLaunch
 from engine.shared.lifeline import Lifeline
 
@@ -12,7 +12,7 @@ def begin() -> tuple[WorkerLaunch, Lifeline]:
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(WorkerLaunch)
     launch = msgspec.structs.replace(launch, config=bind_cpus(launch.config, launch.rank))
-    settle_environment()
+    configure_environment()
     return launch, lifeline
 
 

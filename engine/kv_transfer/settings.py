@@ -59,8 +59,7 @@ def read_transfer(cache: CacheConfig, rank: int) -> Transfer | None:
     given = [cache.kv_role is not None, bool(cache.prefill_engines), bool(cache.kv_transfer_config)]
     if sum(given) > 1:
         raise BadKvTransfer(
-            "--kv-role, --prefill-engines and --kv-transfer-config exclude each other: leave all "
-            "but one out"
+            "--kv-role, --prefill-engines and --kv-transfer-config are alternatives: give only one"
         )
     if cache.kv_transfer_config is not None:
         return _read_vllm_config(cache.kv_transfer_config, cache.kv_transfer_bytes)
@@ -79,8 +78,8 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
             plain = _VllmConfig(kv_role="kv_both", kv_connector=CHAIN)
             if msgspec.structs.replace(whole, kv_connector_extra_config={}) != plain:
                 raise BadKvTransfer(
-                    f"--kv-transfer-config: beside {CHAIN} only kv_role kv_both can be set; the "
-                    "rest belongs to its connectors"
+                    f"--kv-transfer-config: with {CHAIN} only kv_role kv_both can be set; set "
+                    "the rest for its connectors"
                 )
     except msgspec.MsgspecError as error:
         raise BadKvTransfer(f"--kv-transfer-config: {error}") from error
@@ -88,7 +87,7 @@ def _read_vllm_config(text: str, default_bytes: int) -> Transfer:
         _check(each)
     own = [each for each in configs if each.kv_connector == CONNECTOR]
     if len(own) > 1:
-        raise BadKvTransfer(f"--kv-transfer-config: {CONNECTOR} is there more than once")
+        raise BadKvTransfer(f"--kv-transfer-config: {CONNECTOR} occurs more than once")
     connectors = tuple(
         Connector(each.kv_connector, each.kv_connector_extra_config)
         for each in configs

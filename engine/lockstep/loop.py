@@ -229,7 +229,7 @@ class LockstepLoop:
             return
         group.abort()
         with self._watched():
-            self._core.steps.give_up()
+            self._core.steps.abandon_pending()
         self._launched.clear()
         self._wave.group_lost()
 
@@ -251,5 +251,5 @@ class LockstepLoop:
         """Send outputs; if they announce a request that runs alone, wait until they have
         arrived."""
         self._outlet.send_step(step)
-        if step.changes_alone:
+        if step.exclusive_changes:
             time.sleep(ANNOUNCEMENT_SECONDS)

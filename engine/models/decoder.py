@@ -99,14 +99,14 @@ class DecoderLayer(Module):
 
 
 class Followers(Protocol):
-    """The processes with the other parts of the model, which run each part of a step too."""
+    """The other processes of a split model, which repeat each operation on their shards."""
 
     def forward(self, step: StepTokens) -> None:
         """Run all layers on these tokens."""
         ...
 
     def dummy_step(self) -> None:
-        """Run the experts they hold for other engines."""
+        """Run their experts for the other engines of the expert group."""
         ...
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
@@ -237,17 +237,17 @@ class Decoder(Module, finds_hooks=True):
         if self.adapters is not None:
             self.adapters.current = step.adapters
         if self.embed_tokens is None:
-            assert incoming is not None, "states come from the stage before"
+            assert incoming is not None, "a later stage needs the states of the previous one"
             x = incoming
         else:
             x = self.embed_tokens(step.token_ids)
             if step.images is not None:
                 x.index_copy_(0, step.images.tokens, step.images.embeddings)
-        heat = self.temperatures
+        scales = self.temperatures
         context = ForwardContext(
             step,
             [rotary(step.positions) for rotary in self.rotary],
-            None if heat is None else heat.index_select(0, step.positions).view(-1, 1, 1),
+            None if scales is None else scales.index_select(0, step.positions).view(-1, 1, 1),
             self.attention,
             self.image_attention,
             self.adapters,
@@ -280,7 +280,7 @@ class Decoder(Module, finds_hooks=True):
 
         Requires the first stage.
         """
-        assert self.embed_tokens is not None, "the first stage has it"
+        assert self.embed_tokens is not None, "only the first stage can embed"
         if self._followers is not None:
             self._followers.embed(token_ids)
         if self.adapters is not None:
@@ -305,9 +305,9 @@ class Decoder(Module, finds_hooks=True):
         if self._followers is not None:
             self._followers.dummy_step()
         if self._begin_together(self.expert_group, 0):
-            nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+            empty = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
             for mlp in self.sparse_layers.values():
-                mlp(nothing)
+                mlp(empty)
         self.expert_group.end_step()
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
@@ -320,5 +320,5 @@ class Decoder(Module, finds_hooks=True):
 
     def classify(self, hidden: Tensor) -> Tensor:
         """Return [rows, labels] for normalized states [rows, hidden] in float32."""
-        assert self.lm_head is not None, "the last stage has it"
+        assert self.lm_head is not None, "only the last stage has the LM head"
         return self.lm_head(hidden)

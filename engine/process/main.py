@@ -35,7 +35,7 @@ from engine.core.shutdown import Shutdown
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import WaveClock
-from engine.executor.environment import bind_cpus, compute_processes, settle_environment
+from engine.executor.environment import bind_cpus, compute_processes, configure_environment
 from engine.executor.rules import check_draft_settings, check_pooling, why_no_images
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
@@ -70,7 +70,7 @@ from engine.shared.messages import (
     KvRole,
 )
 from engine.shared.model_files import model_directory
-from engine.shared.own_process import end_signals, settle_heap
+from engine.shared.own_process import end_signals, freeze_heap
 from engine.shared.plugins import BadPlugin, load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
 from engine.shared.transport import Transport, advertised_host, make_context
@@ -147,7 +147,7 @@ def build_executor(
         check_heads(read_spec(directory), config.parallel.tensor_parallel_size)
     lifeline.progress("importing torch")
     engines_on_node = max(1, config.parallel.engines_on_node)
-    settle_environment(compute_processes(config, engines_on_node))
+    configure_environment(compute_processes(config, engines_on_node))
     if pooling is not None and pooling.is_encoder:
         from engine.executor.encoding import EncoderExecutor
 
@@ -401,7 +401,7 @@ class EngineProcess:
         if settings is None:
             return
         publisher = self._kv_publisher = KvEventPublisher(settings, rank, self._transport)
-        logger.info("events of KV blocks: %s", ", ".join(publisher.endpoints))
+        logger.info("KV cache events are published at %s", ", ".join(publisher.endpoints))
         is_on_cpu = isinstance(executor, KvMemory) and executor.device_type == "cpu"
         medium = "CPU" if is_on_cpu or self._config.model.device == "cpu" else "GPU"
         self._kv_events = KvEventLog(cache.block_size, medium, publisher.publish)
@@ -427,7 +427,7 @@ class EngineProcess:
 
     def _serve_backend(self, welcome: Welcomed) -> int:
         name = self._config.executor.engine_backend
-        settle_environment(
+        configure_environment(
             compute_processes(self._config, max(1, self._config.parallel.engines_on_node))
         )
 
@@ -547,7 +547,7 @@ class EngineProcess:
         if self._serving:
             return
         self._serving = True
-        settle_heap()
+        freeze_heap()
         self._summary = f"KV cache of {setup.num_kv_blocks} blocks ({setup.kv_tokens:,} tokens)"
         if self._config.executor.bound_to:
             self._summary += f", on CPUs {self._config.executor.cpu_bind}"
@@ -567,7 +567,7 @@ class EngineProcess:
         try:
             stop = loop.run()
         except Exception as error:
-            logger.exception("engine %d cannot go on", rank)
+            logger.exception("engine %d cannot continue", rank)
             reason = str(error) if isinstance(error, StepFailed) else repr(error)
             report_failure(reason)
             return 1

@@ -357,7 +357,7 @@ class Reception:
             self._following = follow
             actions.append(follow)
         if again:
-            logger.warning("registered again: the coordinator had forgotten this process")
+            logger.warning("registered again: the coordinator did not know this process")
             actions.append(Deliver(Rejoined(welcome.wave)))
             if welcome.adapters is not None:
                 actions.append(Deliver(ApplyAdapterTable(welcome.epoch, welcome.adapters)))

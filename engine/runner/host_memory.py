@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
             logger.warning("mallopt(%d, %d) was refused", option, value)
 
 
-def give_back_freed_memory(device: torch.device) -> None:
+def release_freed_memory(device: torch.device) -> None:
     """Return all freed memory to the system, on host and device, including retained memory."""
     gc.collect()
     if device.type == "cuda":

@@ -22,7 +22,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence references, kept content included."""
+        """Unreferenced blocks, including cached ones."""
         return len(self._blank) + len(self._reusable)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
@@ -37,14 +37,14 @@ class BlockPool:
         return [self._pop_free() for _ in range(count)]
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to blocks that hold kept content."""
+        """Add a reference to cached blocks."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
                 del self._reusable[block_id]
             self._references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each; kept blocks listed first are evicted first."""
+        """Drop one reference to each; cached blocks are evicted in the order given."""
         for block_id in block_ids:
             self._references[block_id] -= 1
             if self._references[block_id] > 0:
@@ -55,11 +55,11 @@ class BlockPool:
                 self._blank.append(block_id)
 
     def mark_cached(self, block_id: int) -> None:
-        """Keep the content of a referenced block for reuse after its release."""
+        """Mark the content of a referenced block as reusable after its release."""
         self._is_cached[block_id] = 1
 
     def forget_contents(self) -> None:
-        """Stop keeping any content; references stay and `on_evict` is not called."""
+        """Uncache all blocks; references stay and `on_evict` is not called."""
         self._is_cached = bytearray(self.num_blocks)
         self._blank.extend(self._reusable)
         self._reusable.clear()
@@ -78,7 +78,7 @@ class BlockPool:
         assert not any(self._is_cached[block_id] for block_id in self._blank)
 
     def cached_blocks(self) -> set[int]:
-        """Return the ids of all blocks whose content is kept, referenced or not."""
+        """Return the ids of all cached blocks, referenced or not."""
         return {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
 
     def _pop_free(self) -> int:

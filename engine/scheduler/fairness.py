@@ -36,7 +36,7 @@ class Fairness:
 
     Args:
         costs: measured costs of steps.
-        engine: capacity to share.
+        capacity: slots and KV blocks to share.
         max_prefill: maximum prompt tokens per tenant and step while other tenants are present.
         max_slowdown: factor by which a party can lengthen steps for others; None is unlimited.
         by_priority: whether requests are ordered by priority.
@@ -148,8 +148,8 @@ class Fairness:
             served = self.shares.served
             partials.sort(key=lambda each: (each.priority, served(each.tenant), each.arrival))
 
-    def goes_before(self, waiting: Request, begun: Request) -> bool:
-        """Return whether a waiting request precedes the rest of a partial prefill."""
+    def precedes(self, waiting: Request, begun: Request) -> bool:
+        """Return whether a waiting request is scheduled before the rest of a partial prefill."""
         if waiting.priority == begun.priority and waiting.tenant != begun.tenant:
             return self.shares.served(waiting.tenant) < self.shares.served(begun.tenant)
         return precedence(waiting) < precedence(begun)
@@ -193,9 +193,10 @@ class Fairness:
         room: FreeCapacity,
         blocks_needed: Callable[[Request], int],
     ) -> list[Request]:
-        """Return sequences of crowds to preempt for another request's first one.
+        """Return sequences of saturated groups to preempt for another request's first one.
 
-        Running, they would only alternate with it. Return none if it would still not fit.
+        If they kept running, they would only alternate with it. Return none if it would still
+        not fit.
         """
         slots, blocks = room.slots - 1, room.blocks - blocks_needed(newcomer)
         saturated, num_running = self.saturated_groups(), self._running.copy()

@@ -56,7 +56,7 @@ class KVCacheManager:
         self._pool = BlockPool(
             num_blocks, on_evict=self._caches[0].evict if is_plain else self._evict
         )
-        # Blocks (partly) written before a reset must never be found after it.
+        # Blocks that were written, even partly, before a reset must never be found after it.
         self._generation = 0
 
     @property
@@ -329,7 +329,7 @@ class KVCacheManager:
         for cache in self._caches:
             cache.check_integrity()
         named = [block_id for cache in self._caches for block_id in cache.digest_of]
-        assert sorted(named) == sorted(cached), "named blocks differ from the kept blocks"
+        assert sorted(named) == sorted(cached), "named blocks differ from the cached blocks"
         for table in tables:
             assert table.num_blocks == len(table.held())
             for group, span in zip(table.groups, self._shape.spans, strict=False):

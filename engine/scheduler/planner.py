@@ -273,7 +273,7 @@ class Planner:
                 continue
             if request is None:
                 return
-            if before is not None and not self._fairness.goes_before(request, before):
+            if before is not None and not self._fairness.precedes(request, before):
                 return
             if not self._adapters.admits(request.adapter):
                 skipped_adapters.add(request.adapter)

@@ -126,7 +126,7 @@ def _bad_image(
         f"its digest has {len(image.digest)} bytes instead of {ROOT_SIZE}": (
             len(image.digest) != ROOT_SIZE
         ),
-        f"it begins at token {start}, before the end of what is before it": start < before,
+        f"it begins at token {start}, before the end of the previous one": start < before,
         f"it ends at token {end}, but the prompt has {len(tokens)}": end > len(tokens),
         f"{others} of its tokens do not stand for an image": others != 0,
     }

@@ -166,7 +166,7 @@ class RequestTable:
         """
         if reason is not None:
             return self._renew(request, reason)
-        if not self._forget_draw(request):
+        if not self._discard_sample(request):
             return None  # sampled in a step that was in flight
         if request.late_at != request.num_output_tokens:
             request.late_at, request.late_since = request.num_output_tokens, now
@@ -177,7 +177,7 @@ class RequestTable:
         spec = request.sampling.grammar
         assert self.grammars is not None
         assert spec is not None
-        if not self._forget_draw(request) and request.renewed_at == request.num_output_tokens:
+        if not self._discard_sample(request) and request.renewed_at == request.num_output_tokens:
             return None  # sampled in a step that was in flight when the grammar failed
         in_vain = request.renewed_at == request.num_output_tokens
         if in_vain or request.num_renewals == MAX_RENEWALS:
@@ -192,7 +192,7 @@ class RequestTable:
             return uncompiled_output(request, request.grammar)
         return self._queue_compiled(request)
 
-    def _forget_draw(self, request: Request) -> bool:
+    def _discard_sample(self, request: Request) -> bool:
         """Discard the newest sample; return whether the request was running and is requeued."""
         request.num_pending_tokens -= 1
         if request.status is RequestStatus.RUNNING:

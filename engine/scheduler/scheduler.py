@@ -200,7 +200,7 @@ class Scheduler:
         return bool(self._in_flight) or self.needs_plan
 
     @property
-    def alone(self) -> int:
+    def exclusive_request(self) -> int:
         """Id of the request that runs alone; 0 if none does."""
         return self._isolation.current_id
 

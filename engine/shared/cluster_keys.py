@@ -75,10 +75,10 @@ class ClusterKeys:
         try:
             self.connecting, self.accepted = self._read()
         except (InsecureCluster, OSError) as error:
-            logger.error("cluster keys stay as they were: %s", error)
+            logger.error("keeping the old cluster keys: %s", error)
             return []
         removed = sum(pair not in self.accepted for pair in before)
-        logger.info("cluster keys were read again: their files have changed")
+        logger.info("cluster keys were reloaded: their files have changed")
         if removed and self.are_exchanged:
             logger.warning("the old cluster key is accepted until this process ends")
         return [pair for pair in self.accepted if pair not in before]

@@ -107,7 +107,7 @@ def _started() -> float:
         return 0.0
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Exempt all current objects from garbage collection; call once a process has started.
 
     The libraries alone create some 200,000 objects, which take about 0.1 s to scan while the

@@ -30,7 +30,7 @@ from engine.core.events import (
     PrerequisitesSettled,
     Rejoined,
 )
-from engine.core.front_ends import CoreStep, FrontEnds, News
+from engine.core.front_ends import CoreStep, FrontEnds, UrgentStats
 from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
 from engine.core.utilities import carry_out
@@ -92,7 +92,7 @@ class VllmCore:
         """
         if not vllm.__version__.startswith(TESTED):
             logger.warning(
-                "vLLM %s is not a version that is tested: %s are",
+                "vLLM %s is not a tested version: %s are",
                 vllm.__version__,
                 ", ".join(f"{each}x" for each in TESTED),
             )
@@ -106,7 +106,7 @@ class VllmCore:
         model = self._config.model_config
         if model.runner_type != "generate":
             raise ValueError(
-                f"--engine-backend vllm: {config.model.model} makes vectors, and vLLM engines "
+                f"--engine-backend vllm: {config.model.model} is a pooling model, and vLLM engines "
                 "generate text only; it needs --engine-backend swell"
             )
         self._moves = Moves.RESUMED
@@ -140,7 +140,7 @@ class VllmCore:
         """vLLM requests that wait for an exclusive request to end, or to run exclusively."""
         self._admits = True
         """False while paused with `wait`: no waiting request starts."""
-        self._alone = self._alone_steps = 0
+        self._exclusive_request = self._exclusive_steps = 0
         self._uncomputed = 0
         """Tokens to prefill of sequences that have not produced output here."""
         self._num_steps = self._version = 0
@@ -177,7 +177,7 @@ class VllmCore:
     def has_work(self) -> bool:
         """Whether there are requests to compute or outputs to send."""
         if (
-            self._front_ends.has_mail
+            self._front_ends.has_messages
             or self._core.batch_queue
             or self._core.scheduler.has_requests()
         ):
@@ -189,7 +189,7 @@ class VllmCore:
     def has_requests(self) -> bool:
         """Whether there are outputs to send or, unless the engine is halted, requests."""
         waits = bool(self._sequences) and not self.halting.is_halted
-        return self._front_ends.has_mail or waits
+        return self._front_ends.has_messages or waits
 
     @property
     def has_front_ends(self) -> bool:
@@ -219,7 +219,7 @@ class VllmCore:
             self._front_ends.received(),
             self._counters.snapshot(),
             halted=self._is_halted,
-            exclusive_request=self._alone,
+            exclusive_request=self._exclusive_request,
             hands_over=self.halting.hands_over,
             sleep_level=self.halting.sleep_level,
             weight_version=self.weights.version,
@@ -256,7 +256,7 @@ class VllmCore:
 
     def _add(self, message: AddRequest) -> None:
         if not self._front_ends.is_present(message.front_end):
-            logger.warning("%s dropped: its front end is not there", message.request_id)
+            logger.warning("%s dropped: its front end is not connected", message.request_id)
             return
         restored = self._front_ends.restored(message)
         if restored is None:
@@ -293,7 +293,7 @@ class VllmCore:
             return _failed(message, error)
         self._sequences[message.id] = Sequence(message, time.monotonic())
         self._uncomputed += message.num_tokens
-        if message.exclusive_steps or self._alone or self._held:
+        if message.exclusive_steps or self._exclusive_request or self._held:
             self._held.append(wanted)
         else:
             self._begin(message, wanted)
@@ -351,7 +351,9 @@ class VllmCore:
             CannotDo: requests are running.
         """
         if not self._core.reset_prefix_cache():
-            raise CannotDo("vLLM forgets prefixes only while nothing is computed: pause it first")
+            raise CannotDo(
+                "vLLM resets its prefix cache only while it computes nothing: pause it first"
+            )
         return 0
 
     @property
@@ -430,8 +432,8 @@ class VllmCore:
         """
         if self._images is not None and self._images.is_busy:
             self._enter_prepared(self._images)
-        if self._settle_alone():
-            return self._take(changes_alone=True)
+        if self._start_held():
+            return self._take(exclusive_changes=True)
         self._advance()
         return self._take()
 
@@ -476,8 +478,8 @@ class VllmCore:
         self._front_ends.address(sequence.message.front_end).append(result)
         if result.finish_reason is not None:
             self._forget(request_id)
-        if request_id == self._alone:
-            self._alone_steps -= 1
+        if request_id == self._exclusive_request:
+            self._exclusive_steps -= 1
         return computed
 
     def _count(self, stats: Any) -> None:
@@ -495,30 +497,32 @@ class VllmCore:
             for place, accepted in enumerate(places):
                 counters.spec_accepted_at[place] += accepted
 
-    def _settle_alone(self) -> bool:
+    def _start_held(self) -> bool:
         """Start held requests that can run; return whether the exclusive request has changed.
 
         The change is reported before the first step of the new exclusive request.
         """
-        if self._alone and (self._alone not in self._sequences or self._alone_steps <= 0):
-            self._alone = 0
+        exclusive = self._exclusive_request
+        if exclusive and (exclusive not in self._sequences or self._exclusive_steps <= 0):
+            self._exclusive_request = 0
             return True
+        reported = self._front_ends.reported.exclusive_request
         while self._held and self._admits:
             message = self._sequences[int(self._held[0].request_id)].message
-            if self._alone not in (0, message.id):
+            if self._exclusive_request not in (0, message.id):
                 break
-            if message.exclusive_steps and not self._alone:
+            if message.exclusive_steps and not self._exclusive_request:
                 if len(self._sequences) > len(self._held) or self._core.batch_queue:
                     break
-                self._alone, self._alone_steps = message.id, message.exclusive_steps
-            if self._alone and self._front_ends.told.alone != self._alone:
+                self._exclusive_request, self._exclusive_steps = message.id, message.exclusive_steps
+            if self._exclusive_request not in (0, reported):
                 return True
             self._begin(message, self._held.popleft())
         return False
 
-    def _take(self, *, changes_alone: bool = False) -> CoreStep:
-        news = News(self._is_halted, self.halting.hands_over, self._alone)
-        return self._front_ends.hand_over(news, self.stats, changes_alone=changes_alone)
+    def _take(self, *, exclusive_changes: bool = False) -> CoreStep:
+        urgent = UrgentStats(self._is_halted, self.halting.hands_over, self._exclusive_request)
+        return self._front_ends.hand_over(urgent, self.stats, exclusive_changes=exclusive_changes)
 
 
 def _failed(message: AddRequest, error: Exception) -> RequestOutput:

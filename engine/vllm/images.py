@@ -74,7 +74,7 @@ class ImagePreparation:
         features, previous_end = [], 0
         for image in message.encoder_inputs:
             if image.position < previous_end:
-                raise ValueError("an image begins before the end of what is before it")
+                raise ValueError("an image begins before the end of the previous one")
             features.append(self._prepare_image(image, message.prompt_token_ids))
             previous_end = image.position + image.num_tokens
         request.mm_features = features

@@ -91,7 +91,7 @@ def core_request(
         if moves is Moves.UNCOUNTED:
             raise NotOffered(
                 names[0],
-                "vLLM engines with its first model runner and drafts cannot go on with it after "
+                "vLLM engines with its first model runner and drafts cannot apply it after "
                 "the sequence was moved here",
             )
         params.extra_args = {ARGUMENT: asdict(MovedPenalties.taken_from(params, done))}

@@ -180,9 +180,9 @@ class PathAccess:
             self._is_emptied = True
             logger.warning("%s: its keys will stop working in a second", error)
         except BadGuards as error:
-            logger.error("keys stay as they were: %s", error)
+            logger.error("keeping the old keys: %s", error)
         else:
-            logger.info("keys were read again: their files have changed")
+            logger.info("keys were reloaded: their files have changed")
 
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return the error for an unauthorized request, None if it is authorized."""

@@ -81,7 +81,7 @@ def answer_formats(
 
 
 PRESET = "from the presets, presets.yaml"
-FROM_PROMPTS = "the chat template shows none, so that prompts tell of it"
+FROM_PROMPTS = "the chat template shows none, so prompts describe it"
 
 
 def _call_format(

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Literal
 
 import msgspec
@@ -274,10 +274,11 @@ def _checked(tools: Sequence[Tool]) -> dict[int, FunctionDefinition]:
 
 def _chosen(
     choice: ToolChoice | None, names: Sequence[str]
-) -> tuple[Literal["none", "auto", "required", "named"], Sequence[str]]:
+) -> tuple[Literal["none", "auto", "required", "named"], Set[str]]:
     """Return the mode and the function names that it applies to."""
     mode: Literal["none", "auto", "required", "named"]
-    selected = names
+    known = set(names)
+    selected: Sequence[str] = ()
     match choice:
         case None:
             mode = "auto"
@@ -289,6 +290,6 @@ def _chosen(
         case _:
             mode = choice
     for name in selected:
-        if name not in names:
+        if name not in known:
             raise invalid_field("tool_choice", f"there is no function {name!r} in tools")
-    return mode, selected
+    return mode, set(selected) or known

@@ -24,14 +24,14 @@ from server.api.services import Services
 from server.api.vectors.schema import PoolingFields
 from server.errors import ApiError, invalid_field, timed_out
 from server.generate.beam_run import BeamRun
-from server.generate.handover import hand_over, handed_on
+from server.generate.handover import hand_over, transfer_params
 from server.generate.model import ServedModel
 from server.generate.pooling import PoolingModel
 from server.generate.request import GenerationRequest
 from server.generate.run import Run
 from server.generate.specification import specify
 from server.http.call import Call
-from server.http.errors import foreseen
+from server.http.errors import client_error
 from server.observe.tracing import EndedRequest
 from server.schema.answer import Usage
 from server.schema.fields import DrawingFields, SamplingFields
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Generation(Response, Generic[B]):
-    """A response whose text is generated while it is sent; each send has all that is new.
+    """A response that is generated while it is sent; each send contains all new output.
 
     An error before the headers are sent is an ordinary error response, a later one is an event.
     Headers are sent with the first delta, or earlier (`Call.keep_alive`).
@@ -63,7 +63,7 @@ class Generation(Response, Generic[B]):
 
         Args:
             call: the HTTP request.
-            services: of this process.
+            services: the process's services.
             body: the validated request body.
             parse: converts the body, given the model and its maximum length in tokens.
             renderer: creates the endpoint's renderer.
@@ -100,18 +100,20 @@ class Generation(Response, Generic[B]):
             call.weight_version = lambda: services.client.weight_version(run.engine)
             if request.offers_blocks:
                 offers = services.client
-                request.handed_on = lambda: handed_on(request, offers.kv_offers.get(run.engine))
+                request.transfer_params = lambda: transfer_params(
+                    request, offers.kv_offers.get(run.engine)
+                )
         renderer = self._make_renderer(self._body, request, services.table)
         with call:
             if renderer.streams:
                 call.keep_alive(services.config.http.sse_keep_alive)
             try:
-                await in_time(call, services, self._show(run, renderer))
+                await with_timeout(call, services, self._show(run, renderer))
             except Exception as error:
                 run.close("error")
                 if call.status is None or not renderer.streams:
                     raise
-                ended = renderer.error(foreseen(error, call.request_id))
+                ended = renderer.error(client_error(error, call.request_id))
                 await call.send_events(ended, more=False)
             finally:
                 run.close()
@@ -196,7 +198,7 @@ class Generation(Response, Generic[B]):
                 await call.send_json(200, renderer.finish(usage))
 
 
-def in_time(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:
+def with_timeout(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:
     """Limit an awaitable to `--request-timeout` seconds after the call's arrival.
 
     Raises:
@@ -270,7 +272,7 @@ def _ended(
         finish_reasons=run.finish_reasons,
         error=error,
         timing=request.timing,
-        visits=run.visits if isinstance(run, Run) else [],
+        stays=run.stays if isinstance(run, Run) else [],
     )
 
 

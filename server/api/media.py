@@ -41,7 +41,7 @@ async def prepare_images(request: GenerationRequest, call: Call, services: Servi
     if fields.use_beam_search:
         raise invalid_field("use_beam_search", "is not served with images")
     if fields.truncate_prompt_tokens is not None:
-        raise invalid_field("truncate_prompt_tokens", "a prompt with images is not cut")
+        raise invalid_field("truncate_prompt_tokens", "prompts with images cannot be truncated")
     held = images.hold(call.tenant.id)
     call.on_release.append(held.release)
     # Shortening a conversation can drop images again.
@@ -83,7 +83,7 @@ def _sources(source: Conversation, services: Services) -> "list[ImageSource]":
     if found and not services.client.serves_images:
         for message, field, _ in found:
             if message.role not in _OF_TOOLS:
-                raise invalid_field(field, "the engines of this server take no images")
+                raise invalid_field(field, "the engines of this server do not accept images")
         return []
     return [ImageSource(field, part.url or "") for _, field, part in found]
 

@@ -61,7 +61,7 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
 
 def transfer_shown(request: GenerationRequest) -> KvHandedOn | UnsetType | None:
     """Return the answer's KV transfer parameters, if requested."""
-    return UNSET if request.handed_on is None else request.handed_on()
+    return UNSET if request.transfer_params is None else request.transfer_params()
 
 
 class Renderer(Protocol):

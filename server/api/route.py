@@ -19,7 +19,7 @@ from server.api.openapi import described, json_responses
 from server.api.services import Services, services_of
 from server.errors import ErrorResponse, invalid, too_complex
 from server.http.call import Call, ClientDisconnected
-from server.http.errors import foreseen, invalid_body
+from server.http.errors import client_error, invalid_body
 from server.json_price import TooCostly, checked_parts, costly_field
 from server.limits import MAX_PROMPTS, MAX_TOKENS
 from server.schema.body import RequestBody
@@ -54,6 +54,7 @@ async def read_body(model: type[Body], body: bytes) -> Body:
             found = model.model_validate_json(body)
         else:
             found = await _read_large(model, given)
+            await asyncio.sleep(0)  # what is made of it takes as long again
     except pydantic.ValidationError as error:
         await asyncio.sleep(0)
         raise invalid_body(error, body) from error
@@ -80,18 +81,19 @@ async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
         pydantic.ValidationError: the body does not match `model`.
     """
     ids: dict[str, list[int] | list[list[int]]] = {}
-    shown: list[bytes] = []
+    shown: list[bytes | msgspec.Raw] = []  # joined once: a field may have megabytes
     for name, field in model.model_fields.items():
         key = field.alias or name
         if key not in given:
             continue
-        text = bytes(given[key])
-        if name in model.id_fields and len(text) >= LARGE and (found := await _read_ids(text)):
+        text: bytes | msgspec.Raw = given[key]
+        is_long = name in model.id_fields and memoryview(text).nbytes >= LARGE
+        if is_long and (found := await _read_ids(bytes(text))):
             ids[name] = found
             text = b"[0]" if isinstance(found[0], int) else b"[[0]]"
-        shown.append(b"%b:%b" % (msgspec.json.encode(key), text))
+        shown += [b"," if shown else b"{", msgspec.json.encode(key), b":", text]
     await asyncio.sleep(0)
-    body = model.model_validate_json(b"{%b}" % b",".join(shown))
+    body = model.model_validate_json(b"".join([*shown, b"}"] if shown else [b"{}"]))
     for name, value in ids.items():
         setattr(body, name, value)
     return body
@@ -206,7 +208,7 @@ class ApiRoute(APIRoute):
         except Exception as error:
             if call.status is not None:
                 raise
-            await call.send_error(foreseen(error, call.request_id))
+            await call.send_error(client_error(error, call.request_id))
         finally:
             call.release()
         if call.status is not None:

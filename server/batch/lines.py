@@ -103,7 +103,8 @@ def read_request(line: bytes) -> BatchRequest:
     try:
         request = _decode_request(line)
     except msgspec.ValidationError as error:
-        raise BadLine("invalid_request", f"The line is no request: {error}", _name(line)) from error
+        reason = f"The line is not a valid request: {error}"
+        raise BadLine("invalid_request", reason, _name(line)) from error
     except (ValueError, RecursionError) as error:
         raise BadLine("invalid_json_line", f"The line is not valid JSON: {error}") from error
     name = request.custom_id

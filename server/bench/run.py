@@ -19,7 +19,7 @@ from multiprocessing.sharedctypes import Synchronized
 import msgspec
 import uvloop
 
-from engine.shared.own_process import settle_heap
+from engine.shared.own_process import freeze_heap
 from server.bench.client import complete
 from server.bench.config import BenchConfig, BenchError, TargetConfig
 from server.bench.connection import HttpClient
@@ -283,7 +283,7 @@ def _work(plan: _Plan, counter: "Synchronized[int]", pipe: Connection) -> None:
     """Main function of a sending process; its parent stops it through the pipe."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    settle_heap()
+    freeze_heap()
     with contextlib.suppress(BrokenPipeError, EOFError), pipe:
         uvloop.run(_measure(plan, counter, pipe))
 

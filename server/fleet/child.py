@@ -228,7 +228,7 @@ class Child:
             except OSError:
                 return
             except msgspec.DecodeError as error:
-                logger.error("%s is ignored from now on: %s", self.name, error)
+                logger.error("status messages of %s are ignored from now on: %s", self.name, error)
                 return
             if not data:
                 return

@@ -54,15 +54,17 @@ class Restarts:
         self._has_died = False
         self._proven = proven
 
-    def wait_after(self, lived: float, *, was_ready: bool, hopeless: bool = False) -> float | None:
+    def wait_after(
+        self, lived: float, *, was_ready: bool, is_permanent: bool = False
+    ) -> float | None:
         """Return the seconds until the next start, after a process that lived for `lived` seconds.
 
         None to give up: the role's first process failed to start, so another would too, or the
-        process reported that a restart is `hopeless`.
+        failure `is_permanent`, as reported by the process.
         """
         self._spawn_backoff = FIRST_BACKOFF
         is_first = not was_ready and not self._has_died
-        if is_first and (hopeless or not self._proven):
+        if is_first and (is_permanent or not self._proven):
             return None
         self._has_died = True
         if lived > STABLE_AFTER:
@@ -248,7 +250,7 @@ class Keeper:
         wait = role.restarts.wait_after(
             time.monotonic() - started,
             was_ready=role.ready.is_set(),
-            hopeless=end.code == CANNOT_START,
+            is_permanent=end.code == CANNOT_START,
         )
         if wait is None:
             raise StartupFailed(self._explain(role, end))

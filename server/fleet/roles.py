@@ -79,7 +79,7 @@ def front_end_roles(
             return {
                 "config": config.front_end(),
                 "index": index,
-                "place": slot,
+                "slot": slot,
                 "incarnation": incarnation,
                 "socket_dir": str(node.path),
                 "listen_fd": listen_fd,

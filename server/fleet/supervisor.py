@@ -145,7 +145,7 @@ class Supervisor:
         )
         if lacks or not here:
             raise StartupFailed(
-                "a node that no other can join needs engines and API servers of its own"
+                "a node that other nodes cannot join needs its own engines and API servers"
                 if lacks
                 else "nothing to run: neither engines nor API servers are configured"
             )

@@ -66,7 +66,7 @@ def beams_of(fields: SamplingFields, width: int) -> Beams | None:
         return None
     for name, neutral in _NOT_SEARCHED.items():
         if getattr(fields, name, None) not in neutral:
-            raise invalid_field(name, "not together with use_beam_search")
+            raise invalid_field(name, "cannot be combined with use_beam_search")
     if width > MAX_BEAMS:
         raise invalid_field("n", f"at most {MAX_BEAMS} beams are supported")
     return Beams(

@@ -22,7 +22,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _INLINE_PIECES = 128
 """Maximum messages, parts, calls and documents that are rendered on the event loop: the cost of a
 template depends more on their number than on their length."""
-_ONLY_ASSISTANTS = "only messages of assistants may have a refusal"
+_ONLY_ASSISTANTS = "only assistant messages can have a refusal"
 
 
 def _pieces(message: ChatMessage) -> int:
@@ -52,7 +52,9 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
             "messages",
         )
     if source.add_generation_prompt and source.continue_final_message:
-        raise invalid_field("continue_final_message", "not together with add_generation_prompt")
+        raise invalid_field(
+            "continue_final_message", "cannot be combined with add_generation_prompt"
+        )
     reserved = RESERVED_ARGUMENTS.intersection(source.template_arguments or ())
     if reserved:
         raise invalid(
@@ -213,7 +215,7 @@ def image_parts(
             if isinstance(part, MediaPart) and part.url is not None:
                 field = f"messages[{index}].content[{position}]"
                 if message.role == "assistant":
-                    raise invalid_field(field, "assistants send no images")
+                    raise invalid_field(field, "assistant messages cannot contain images")
                 found.append((message, field, part))
     return found
 
@@ -299,7 +301,7 @@ def _content(
     if content is None:
         if message.role not in ("assistant", "tool", "function"):
             raise invalid_field(
-                f"{field}.content", "may only be absent from messages of assistants and tools"
+                f"{field}.content", "can be omitted only in assistant and tool messages"
             )
         return str(hide(message.refusal or ""))
     if isinstance(content, str):
@@ -330,7 +332,7 @@ def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
     if hide is _as_it_is:
         return "this model reads text"
     if part.url is not None:
-        return "no images are taken here"
+        return "images are not accepted here"
     return "it holds no image" if part.is_image else "this model reads text and images"
 
 

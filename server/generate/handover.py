@@ -35,12 +35,13 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     if not allowed:
         raise ApiError(
             400,
-            f"{FIELD}: this server does not hand KV blocks to others (--allow-kv-transfer-params)",
+            f"{FIELD}: this server does not transfer KV blocks to other servers "
+            "(--allow-kv-transfer-params)",
             param=FIELD,
             code="kv_transfer_not_allowed",
         )
     if params.do_remote_decode and params.do_remote_prefill:
-        raise invalid_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
+        raise invalid_field(FIELD, "do_remote_decode and do_remote_prefill are alternatives")
     if params.do_remote_prefill:
         request.kv_source = _source(params)
     if not params.do_remote_decode:
@@ -53,7 +54,7 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     request.offers_blocks = True
 
 
-def handed_on(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
+def transfer_params(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
     """Return the transfer parameters for the router's next request; None if nothing is readable.
 
     Args:
@@ -79,7 +80,7 @@ def _source(params: KvTransferParams) -> KvSource:
     try:
         incarnation = int(engine, 16)
     except ValueError:
-        raise invalid_field(FIELD, "remote_engine_id is none of an engine of Swell") from None
+        raise invalid_field(FIELD, "remote_engine_id is not the id of a Swell engine") from None
     if not 0 <= incarnation < 1 << 63:
-        raise invalid_field(FIELD, "remote_engine_id is none of an engine of Swell")
+        raise invalid_field(FIELD, "remote_engine_id is not the id of a Swell engine")
     return KvSource(f"{_TCP}{join_host_port(host, port)}", incarnation)

@@ -41,7 +41,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         vocab_size = self.tokenizer.vocab_size
         count = vocab_size if requested == -1 else requested
         if 0 <= self.max_logprobs < count:
-            raise invalid_field(field, f"at most {self.max_logprobs} are served")
+            raise invalid_field(field, f"at most {self.max_logprobs} are supported")
         return min(count, vocab_size)
 
     def scored(self, named: list[int] | None, likeliest: int | None, field: str) -> int | None:
@@ -75,7 +75,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         if named:
             check_vocabulary(named, self.tokenizer.vocab_size, "logprob_token_ids")
             if len(set(named)) < len(named):
-                raise invalid_field("logprob_token_ids", "a token is named twice")
+                raise invalid_field("logprob_token_ids", "it contains a token twice")
         if request.stream_options is not None and not request.stream:
             raise invalid_field("stream_options", "only allowed when stream is true")
         stop = request.stop

@@ -137,7 +137,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     offers_blocks: bool = False
     kv_source: KvSource | None = None
     """This and the four fields above as in `engine.shared.messages.AddRequest`."""
-    handed_on: Callable[[], KvHandedOn | None] | None = None
+    transfer_params: Callable[[], KvHandedOn | None] | None = None
     """Returns the KV transfer parameters for the answer, if any."""
     shows_cached: bool = True
     """Whether the usage includes cached prompt tokens."""

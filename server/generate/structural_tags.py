@@ -196,7 +196,7 @@ class _Writer:
             case JsonSchemaFormat():
                 schema = {} if format.json_schema is True else format.json_schema
                 if not isinstance(schema, dict):
-                    raise BadGrammar("a schema that nothing fits")
+                    raise BadGrammar("no value matches the schema")
                 options = {"x-guidance": self._json_style, **schema}
                 return self._rule(f"%json {json.dumps(options)}")
             case GrammarFormat():
@@ -220,7 +220,9 @@ class _Writer:
 
     def _text_until(self, end: _End, text: str = "TEXT") -> str:
         if end is None:
-            raise BadGrammar("any text needs an end: a tag's, a const_string behind it, or none")
+            raise BadGrammar(
+                "any_text needs an end: a tag's end, a following const_string, or none"
+            )
         return self._one_of([self._up_to(text, each) for each in end]) if end else text
 
     def _up_to(self, text: str, end: str) -> str:

@@ -40,7 +40,7 @@ class ReceivedBody:
 
     def release(self) -> None:
         """Release all counted bytes; idempotent."""
-        self._budget.give_back(self._counted)
+        self._budget.release(self._counted)
         self._counted = 0
 
 
@@ -60,7 +60,7 @@ class BodyBudget:
     def take(self, more: int, own: int) -> None:
         """Count `more` bytes of a body that now has `own` in total.
 
-        They stay counted, even on error, until `give_back`. A body larger than the limit is
+        They stay counted, even on error, until `release`. A body larger than the limit is
         accepted if it is the only one.
 
         Raises:
@@ -96,7 +96,7 @@ class BodyBudget:
         """Stop counting a complete body."""
         self._complete_bytes -= size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Stop counting bytes of an incomplete body."""
         if size:
             self._table.add_body_bytes(-size)

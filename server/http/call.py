@@ -65,8 +65,8 @@ class Call(Request):
         self._sent_at = 0.0
         """Time of the last part of an event stream, in monotonic seconds."""
         self._timer: asyncio.TimerHandle | None = None
-        self._sign: asyncio.Task[None] | None = None
-        """Runs `show_life`; the next events wait for it."""
+        self._keep_alive_task: asyncio.Task[None] | None = None
+        """Runs `send_keep_alive`; the next events wait for it."""
         self._owner: asyncio.Task[object] | None = None
         """The task that entered the call, cancelled when the client disconnects."""
         self._watch: asyncio.Task[None] | None = None
@@ -229,22 +229,22 @@ class Call(Request):
 
     async def send_events(self, frames: bytes, *, more: bool) -> None:
         """Send part of an event stream; the first part starts the response."""
-        if self._sign is not None:
-            await self._sign
+        if self._keep_alive_task is not None:
+            await self._keep_alive_task
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         if frames or not more:
             self._sent_at = time.monotonic()
             await self._answer({"type": "http.response.body", "body": frames, "more_body": more})
 
-    async def show_life(self) -> None:
+    async def send_keep_alive(self) -> None:
         """Send the headers of an event stream or, if they have been sent, a comment."""
         self._sent_at = time.monotonic()
         if self.status is None:
             await self.start(200, list(_EVENT_STREAM))
         else:
             await self._answer({"type": "http.response.body", "body": COMMENT, "more_body": True})
-        self._sign = None
+        self._keep_alive_task = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a response message; headers get the request ID and the weight version."""
@@ -314,10 +314,10 @@ class Call(Request):
         traceback: TracebackType | None,
     ) -> None:
         owner, self._owner = self._owner, None
-        for ended in (self._watch, self._timer, self._sign):
+        for ended in (self._watch, self._timer, self._keep_alive_task):
             if ended is not None:
                 ended.cancel()
-        self._watch = self._timer = self._sign = None  # breaks reference cycles
+        self._watch = self._timer = self._keep_alive_task = None  # breaks reference cycles
         if self._hung_up and owner is not None and owner.uncancel() == 0:
             raise ClientDisconnected from error
 
@@ -335,8 +335,8 @@ class Call(Request):
     def _check_silence(self, interval: float, loop: asyncio.AbstractEventLoop) -> None:
         silent = 0.0 if self.status is None else time.monotonic() - self._sent_at
         # A comment that is still being sent is blocked by a client that does not read.
-        if self._sign is None and (self.status is None or silent >= interval):
-            self._sign, silent = loop.create_task(self.show_life()), 0.0
+        if self._keep_alive_task is None and (self.status is None or silent >= interval):
+            self._keep_alive_task, silent = loop.create_task(self.send_keep_alive()), 0.0
         self._timer = loop.call_later(
             max(interval - silent, 0.1), self._check_silence, interval, loop
         )

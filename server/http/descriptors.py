@@ -14,7 +14,7 @@ _OTHERS = 256
 """Descriptors for other purposes than client connections: engines, files, threads."""
 
 
-def make_room_for_descriptors() -> None:
+def grow_descriptor_table() -> None:
     """Raise this process's descriptor limit to its maximum, and allocate the table at once.
 
     The kernel grows the descriptor table at 64, 128, 256 and so on open ones. In a process with

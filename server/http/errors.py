@@ -30,7 +30,7 @@ from server.router.token_stream import ReaderTooSlow
 logger = logging.getLogger(__name__)
 
 
-def foreseen(error: Exception, request_id: str) -> ApiError:
+def client_error(error: Exception, request_id: str) -> ApiError:
     """Return the client's error for an exception; unexpected ones are logged."""
     match error:
         case ApiError():

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from server.access.admission_table import AdmissionTable
-from server.http.connection_book import TooManyConnections
+from server.http.connection_table import TooManyConnections
 from server.http.protocol import LimitedHttpProtocol
 from server.http.tls import Certificates, Handshake
 
@@ -230,7 +230,7 @@ class HttpServer(uvicorn.Server):
         handshake = None
         if self._certificates is not None:
             try:
-                handshake = Handshake(protocol_class.book, address)
+                handshake = Handshake(protocol_class.connection_table, address)
             except TooManyConnections:
                 connection.close()
                 return

@@ -162,7 +162,7 @@ def _imported(path: str) -> Any:
 def _module_of_file(file: Path) -> ModuleType:
     spec = spec_from_file_location(f"swell_middleware_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up a class's module there
     spec.loader.exec_module(module)

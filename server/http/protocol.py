@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
 from server.errors import rate_limited, unavailable
-from server.http.connection_book import Connection, ConnectionTable, TooManyConnections, client_of
+from server.http.connection_table import Connection, ConnectionTable, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import LimitExceeded, MeterLimits, Phase, RequestMeter
 from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
@@ -78,7 +78,7 @@ class UnsentBudget:
                 await send(message)
                 if not begins:  # part of a stream
                     await drain()
-                    self._held.give_back(tenant, held)
+                    self._held.release(tenant, held)
                     held = 0
 
             try:
@@ -86,7 +86,7 @@ class UnsentBudget:
                 if held:
                     await drain()
             finally:
-                self._held.give_back(tenant, held)
+                self._held.release(tenant, held)
 
         return answer
 
@@ -95,7 +95,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 _REST_SECONDS = 5.0
 """Timeout in seconds for the rest of a request that is already answered."""
 
-_NO_PROXY = LimitExceeded(405, "This is no proxy.")
+_NO_PROXY = LimitExceeded(405, "This server is not a proxy.")
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     limits: MeterLimits
     receive_timeout: float
     send_timeout: float
-    book: ConnectionTable[Connection]
+    connection_table: ConnectionTable[Connection]
     unsent: UnsentBudget
 
     _address: str | None = None
@@ -126,7 +126,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def __init__(
         self, *args: Any, on_made: Callable[[], None] = lambda: None, **options: Any
     ) -> None:
-        """`on_made` is called when the connection is made, before it is entered in the book."""
+        """`on_made` is called when the connection is made, before it is registered."""
         super().__init__(*args, **options)
         self._on_made = on_made
         self._loaded_app: Any = self.app
@@ -141,7 +141,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._on_made()
         address = client_of(self.client[0] if self.client else "")
         try:
-            victim = self.book.open(self, address)
+            victim = self.connection_table.open(self, address)
         except TooManyConnections:
             self._refuse(503, "Too many connections.")
             return
@@ -153,7 +153,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
-            self.book.close(self, self._address)
+            self.connection_table.close(self, self._address)
             self._address = None
         self._stop_waiting()
         self._cancel_stall_timer()
@@ -246,7 +246,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if not self.cycle.response_complete:
             if self._address is not None:
-                self.book.busy(self, self._address)
+                self.connection_table.busy(self, self._address)
         elif not self.transport.is_closing():
             self._stop_waiting()
             self._keep_alive()
@@ -259,10 +259,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._answering = self.pipeline[-1][0]  # the next one, which uvicorn starts now
         super().on_response_complete()
         if self.transport.is_closing():
-            self._see_it_close()
+            self._limit_closing_time()
         elif not pipelined:
             if self._address is not None:
-                self.book.waiting(self, self._address)
+                self.connection_table.waiting(self, self._address)
             if self._meter.answered():
                 self._wait(min(_REST_SECONDS, self.receive_timeout))
             if self._meter.phase is not Phase.IDLE:
@@ -295,7 +295,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(408, "The head of the request took too long.")
         else:
             self.transport.close()
-            self._see_it_close()
+            self._limit_closing_time()
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answer input that cannot be parsed further, unless already answered, and close."""
@@ -314,7 +314,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.close()
         else:
             self.transport.close()
-            self._see_it_close()
+            self._limit_closing_time()
 
     def _takes_answer(self) -> bool:
         """Return whether the client would match the next response to its current request.
@@ -345,7 +345,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """
         if self._meter.phase is Phase.IDLE or self.is_closing():
             self.transport.close()
-            self._see_it_close()
+            self._limit_closing_time()
             return
         self._lingers = True
         if self.transport.can_write_eof():
@@ -353,7 +353,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_keep_alive()
         self.flow.resume_reading()
         if self._address is not None:
-            self.book.waiting(self, self._address)
+            self.connection_table.waiting(self, self._address)
         self._wait(min(_REST_SECONDS, self.receive_timeout))
 
     def shutdown(self) -> None:
@@ -373,9 +373,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._see_it_close()
+        self._limit_closing_time()
 
-    def _see_it_close(self) -> None:
+    def _limit_closing_time(self) -> None:
         """Limit the time that a closing transport takes to send its buffer."""
         if self.transport.get_write_buffer_size():
             self._watch_buffer()
@@ -406,7 +406,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def limited_protocol(
     guards: GuardConfig, changed: Callable[[int], None] = lambda _: None
 ) -> type[LimitedHttpProtocol]:
-    """Return the protocol class with the configured limits and its connection book.
+    """Return the protocol class with the configured limits and its connection table.
 
     `changed` is called with each new number of connections.
     """
@@ -416,7 +416,7 @@ def limited_protocol(
         receive_timeout = guards.receive_timeout
         send_timeout = guards.send_timeout
         unsent = UnsentBudget()
-        book: ConnectionTable[Connection] = ConnectionTable(
+        connection_table: ConnectionTable[Connection] = ConnectionTable(
             room_for_connections(guards.max_connections), changed
         )
 

@@ -10,7 +10,7 @@ import ssl
 import uvicorn
 
 from engine.shared.watched_file import WatchedFile, any_changed
-from server.http.connection_book import Connection, ConnectionTable, client_of
+from server.http.connection_table import Connection, ConnectionTable, client_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,26 +67,26 @@ class Handshake:
     Like any waiting connection it is closed for new ones if there are too many.
     """
 
-    def __init__(self, book: ConnectionTable[Connection], address: str) -> None:
-        """Enter the connection in the book.
+    def __init__(self, connection_table: ConnectionTable[Connection], address: str) -> None:
+        """Register the connection.
 
         Raises:
             TooManyConnections: there is no room.
         """
         self.task: asyncio.Task[None] | None = None
         """The task that performs the handshake."""
-        self._book = book
+        self._connection_table = connection_table
         self._client = client_of(address)
         self._counts = True
-        victim = book.open(self, self._client)
+        victim = connection_table.open(self, self._client)
         if victim is not None:
             victim.cut()
 
     def leave(self) -> None:
-        """Remove it from the book once the handshake has completed or failed; idempotent."""
+        """Unregister it once the handshake has completed or failed; idempotent."""
         if self._counts:
             self._counts = False
-            self._book.close(self, self._client)
+            self._connection_table.close(self, self._client)
 
     def cut(self) -> None:
         """Close the connection immediately."""

@@ -117,7 +117,7 @@ class Hosts:
             if answer.status in (301, 302, 303, 307, 308) and b"location" in fields:
                 location = urljoin(url, fields[b"location"].decode("latin-1"))
                 if len(location) > MAX_URL or not location.startswith(("http://", "https://")):
-                    raise BadImage("the image is redirected to what is no http(s) URL")
+                    raise BadImage("the image is redirected to a URL that is not http(s)")
                 return location
             if answer.status != 200:
                 raise BadImage(f"the image could not be fetched: status {answer.status}")
@@ -142,7 +142,7 @@ class Hosts:
         except ValueError as error:
             raise BadImage("the URL is not valid") from error
         if not any(_matches(host, domain) for domain in self._domains):
-            raise BadImage("the host of the URL is none of --allowed-media-domains")
+            raise BadImage("the host of the URL is not in --allowed-media-domains")
         return host, port
 
 
@@ -169,4 +169,4 @@ class _Addresses(httpcore.AsyncNetworkBackend):
                 return await httpcore.AnyIOBackend().connect_tcp(address, port)
             except httpcore.NetworkError:
                 continue
-        raise httpcore.ConnectError("no address of the host takes connections")
+        raise httpcore.ConnectError("no address of the host accepts connections")

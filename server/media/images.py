@@ -78,14 +78,14 @@ class ImageBytes:
         self._budget.take(self._tenant, size)
         self._size += size
 
-    def give_back(self, size: int) -> None:
+    def release_part(self, size: int) -> None:
         """Release `size` bytes."""
-        self._budget.give_back(self._tenant, size)
+        self._budget.release(self._tenant, size)
         self._size -= size
 
     def release(self) -> None:
         """Release all bytes; idempotent."""
-        self.give_back(self._size)
+        self.release_part(self._size)
 
 
 class Images:
@@ -176,7 +176,7 @@ class Images:
             if size * copies > MAX_PIXEL_BYTES:
                 raise invalid(
                     f"messages: {len(sources)} images for {copies} sequences have {size * copies} "
-                    f"bytes of pixels as engines take them, more than {MAX_PIXEL_BYTES}",
+                    f"bytes of pixels as sent to engines, more than {MAX_PIXEL_BYTES}",
                     "messages",
                 )
             image_bytes.take(size)
@@ -185,7 +185,7 @@ class Images:
                 make = partial(encoder_inputs, whole=whole)
                 made = await self._in_thread(source, make, file, self.processor)
                 prepared.append(PreparedImage(*made))
-            image_bytes.give_back(sum(file.num_bytes for file, _ in files))
+            image_bytes.release_part(sum(file.num_bytes for file, _ in files))
         for image in prepared:
             self._metrics.count("images")
             self._metrics.count(

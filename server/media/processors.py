@@ -281,7 +281,7 @@ class Llava:
         crop = crop if isinstance(crop, dict) else {"height": crop, "width": crop}
         is_cut = self._shortest is not None and settings.get("do_center_crop", True)
         if (crop if is_cut else size) != square or (self._shortest or self._side) < self._side:
-            raise BadProcessor(f"size and crop_size do not make images of {self._side} pixels")
+            raise BadProcessor(f"size and crop_size do not produce images of {self._side} pixels")
         self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
         tokens = (self._side // int(vision.get("patch_size", 14))) ** 2
         size_of_all = EncoderSize(self._side, self._side, tokens)

@@ -1,7 +1,6 @@
 """Reads images from `data:` URLs, and from hosts and directories that the operator allows."""
 
 import asyncio
-import base64
 import binascii
 import os
 import stat
@@ -59,15 +58,15 @@ class ImageSources:
         raise BadImage("the URL must begin with data:, https:, http: or file:")
 
     def _of_data(self, url: str) -> bytes:
-        head, comma, text = url.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
+        comma = url.find(",")
+        if not url[: max(comma, 0)].lower().endswith(";base64"):
             raise BadImage("the URL must be data:image/...;base64,...")
-        if len(text) // 4 * 3 > self._max_bytes + 2:
+        if (len(url) - comma - 1) // 4 * 3 > self._max_bytes + 2:
             raise BadImage(f"the image has more than {self._max_bytes} bytes")
-        try:
-            return base64.b64decode(text, validate=True)
+        try:  # of the megabytes one copy, not three
+            return binascii.a2b_base64(memoryview(url.encode())[comma + 1 :], strict_mode=True)
         except (binascii.Error, ValueError) as error:
-            raise BadImage("the data of the URL are not base64") from error
+            raise BadImage("the URL's data is not base64") from error
 
     def _of_file(self, url: str) -> bytes:
         if self._root is None:

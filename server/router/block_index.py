@@ -64,7 +64,7 @@ class BlockIndex:
     def _due(self, route: Route, now: float) -> _EngineBlocks | None:
         """Return the state of an engine that has to be asked for changes, else None."""
         setup = route.entry.setup
-        if setup is None or not setup.tells_blocks:
+        if setup is None or not setup.reports_blocks:
             return None
         blocks = self._engines.get(route.entry.rank)
         if blocks is None:

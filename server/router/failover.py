@@ -260,7 +260,7 @@ class Failover:
         engine = lost.engine
         running = self._delivery.running_on(engine)
         if running:
-            logger.warning("engine %d is out of reach: moving %d requests", engine[0], len(running))
+            logger.warning("engine %d is unreachable: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
         for request in running:
             actions += self._delivery.leave(request)
@@ -275,7 +275,7 @@ class Failover:
         engine = lost.engine
         running = self._delivery.running_on(engine)
         if running:
-            logger.warning("engine %d has gone: moving %d requests", engine[0], len(running))
+            logger.warning("engine %d has exited: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
         for request in list(self._delivery.in_flight.values()):
             ran_there, suspicion = request.engine == engine, request.suspicion

@@ -162,7 +162,7 @@ class ClusterLink:
         before, self._publish_address = self._publish_address, event.welcome.publish_address
         self._send_due()
         if event.again:
-            logger.warning("registered again: the coordinator had forgotten this process")
+            logger.warning("registered again: the coordinator did not know this process")
             if self._publish_address != before and self._views is not None:
                 self._connect_views()
             return

@@ -212,12 +212,12 @@ class Router:
         Later sequences of a client's request are never refused: they wait for an engine like
         requests that have lost theirs.
         """
-        if not request.message.group and (error := self._why_not(request.pinned_rank)):
+        if not request.message.group and (error := self._unavailable(request.pinned_rank)):
             return [Refuse(error)]
         self.delivery.begin(request)
         return self.failover.assign(request, now)
 
-    def _why_not(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
+    def _unavailable(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
         """Return the error if nothing can serve a new, possibly pinned, request now."""
         members = self.members
         if pinned_rank is None:

@@ -366,7 +366,7 @@ class _PluginPolicy:
         if not self._has_failed:
             self._has_failed = True
             logger.error(
-                "--routing-policy %s failed, so that the least loaded engine was taken; "
+                "--routing-policy %s failed, so the least loaded engine was chosen; "
                 "this is not logged again: %s",
                 self._name,
                 error,

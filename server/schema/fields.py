@@ -118,7 +118,7 @@ class SamplingFields(DrawingFields):
         False,
         description="Search with as many beams as choices (or best_of) instead of drawing tokens.",
         json_schema_extra=different(
-            "as in transformers, with n (or best_of) beams; not with what changes draws"
+            "as in transformers, with n (or best_of) beams; not with sampling parameters"
         ),
     )
     length_penalty: float | None = Field(
@@ -157,7 +157,7 @@ class SamplingFields(DrawingFields):
     ) = Field(
         None,
         description="With logprobs: the alternatives reported, instead of the likeliest.",
-        json_schema_extra=different("needs logprobs; not together with echo of prompts"),
+        json_schema_extra=different("needs logprobs; cannot be combined with echo"),
     )
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False

@@ -186,10 +186,14 @@ function showEngine(row, engine, tokenRate, stepRate) {
   show(9, duration(engine.stats_age));
 }
 
+function countedTokens(status) {
+  return status.pooling_task ? "prompt_tokens_total" : "generation_tokens_total";
+}
+
 function showEngines(status, before) {
   const body = $("engines");
   const rows = new Map([...body.rows].map((row) => [Number(row.dataset.rank), row]));
-  const tokens = growth(before, status, "generation_tokens_total");
+  const tokens = growth(before, status, countedTokens(status));
   const steps = growth(before, status, "step");
   status.engines.forEach((engine, index) => {
     const row = rows.get(engine.rank) ?? engineRow(engine.rank);
@@ -220,10 +224,13 @@ function showState(status) {
 function showTiles(status, before, previous) {
   const counts = status.engines.map((engine) => engine.counts).filter(Boolean);
   const sum = (name) => counts.reduce((value, each) => value + each[name], 0);
-  const tokens = total(growth(before, status, "generation_tokens_total"));
+  const counted = countedTokens(status);
+  const tokens = total(growth(before, status, counted));
+  setText($("token-title"), status.pooling_task ? "Prompt tokens/s" : "Output tokens/s");
+  $("first-tile").hidden = Boolean(status.pooling_task);
   setText($("token-rate"), samples.length > 1 ? rate(tokens) : "–");
   if (previous) {
-    tokenSpark.push(total(growth(previous, status, "generation_tokens_total")));
+    tokenSpark.push(total(growth(previous, status, counted)));
     firstSpark.push(meanFirstToken(previous, status));
   }
   // Where nothing begins, the last one within the sparkline stays.

@@ -37,7 +37,7 @@ class PostgresDatabase:
                 self.execute(TABLES.format(BYTES="BYTEA"))
             (epoch,) = self.execute("SELECT extract(epoch FROM clock_timestamp())").fetchone()
         except (psycopg.Error, BackendFailed) as error:
-            raise OSError(f"the store of responses cannot be used: {error}") from error
+            raise OSError(f"the response store cannot be used: {error}") from error
         self._epoch = float(epoch) - since_boot()
 
     def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":

@@ -181,7 +181,7 @@ class ResponseStore:
         if now >= self._log_after:
             self._log_after = now + _LOG_INTERVAL
             what = "full" if isinstance(error, (DiskFull, StoreFull)) else "out of order"
-            logger.warning("the store of responses is %s: %s", what, error)
+            logger.warning("the response store is %s: %s", what, error)
 
     def is_abandoned(self, id_: str, status: str, beat: int) -> bool:
         """Return whether the process generating a response has been silent for `SILENCE` seconds.

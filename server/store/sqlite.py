@@ -55,9 +55,9 @@ class SqliteDatabase:
         try:
             self._connected()
         except DiskFull as error:  # there may be space later, so the front end still starts
-            logger.warning("the store of responses cannot be opened yet: %s", error)
+            logger.warning("the response store cannot be opened yet: %s", error)
         except BackendFailed as error:
-            raise OSError(f"{path} cannot be used as a store of responses: {error}") from error
+            raise OSError(f"{path} cannot be used as a response store: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
         """Return a connection to the file currently at the path."""

@@ -93,9 +93,9 @@ def read_sampling_defaults(
         overridden = json.loads(overrides)
         unknown = set(overridden.keys()) - set(SamplingDefaults.__struct_fields__)
     except (ValueError, AttributeError) as error:
-        raise BadGenerationConfig(f"{flag} is no JSON object: {error}") from error
+        raise BadGenerationConfig(f"{flag} is not a JSON object: {error}") from error
     if unknown:
-        raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is no default of requests")
+        raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is not a sampling parameter")
     found = _recommended(model, source)
     if source == "auto" and known and not found.keys() & known.keys():
         logger.info("sampling: %s (from the presets, presets.yaml)", json.dumps(known))

@@ -219,8 +219,8 @@ async def _answer(call: Call, response: httpx.Response) -> None:
     except httpx.HTTPError as error:
         if not is_stream or not last.endswith(_EVENT_END):
             raise
-        logger.warning("a forwarded stream broke off: %r", error)
-        broken = unavailable("The model's server, or the way to it, is gone; send it again.")
+        logger.warning("a forwarded stream was interrupted: %r", error)
+        broken = unavailable("The connection to the model's server was lost; try again.")
         name = b"event: error\n" if call.path.startswith(MESSAGES_PREFIX) else b""
         await call.write(b"%bdata: %b\n\n" % (name, broken.body(call.path)), more=True)
     await call.write(b"", more=False)

@@ -81,7 +81,7 @@ def test_a_batch_makes_the_folder_of_its_output(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "out.jsonl").is_file()
 
 
-def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
+def test_existing_content_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "result").write_text("of an earlier run")
     assert writable_file(tmp_path / "result").read_text() == "of an earlier run"
     assert writable_directory(tmp_path) == tmp_path

@@ -115,7 +115,7 @@ def test_what_one_engine_cannot_read_is_loaded_nowhere() -> None:
     assert cluster.states == []
 
 
-def test_engines_that_read_different_files_are_told_apart() -> None:
+def test_engines_that_read_different_files_are_distinguished() -> None:
     cluster = Cluster()
     cluster.request(7, "sql", "sql")
     cluster.engine(E0, version="a")

@@ -52,7 +52,7 @@ def change(changes: ViewChanges, new: ClusterView) -> ViewChange:
     return found
 
 
-def test_only_the_load_is_told_of_most_engines_and_the_rest_in_turns() -> None:
+def test_most_engines_publish_only_their_load_and_the_rest_in_rotation() -> None:
     number = 3 * FULL_ENTRIES_PER_CHANGE
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
@@ -79,7 +79,7 @@ def test_only_the_load_is_told_of_most_engines_and_the_rest_in_turns() -> None:
     assert shown == replace(new, version=4)
 
 
-def test_what_a_front_end_has_sent_is_told_at_once() -> None:
+def test_what_a_front_end_has_sent_is_published_immediately() -> None:
     number = FULL_ENTRIES_PER_CHANGE + 2
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
@@ -104,7 +104,7 @@ def test_what_a_front_end_has_sent_is_told_at_once() -> None:
         {"received": [Received(0, 71, 0, 0, 1)]},
     ],
 )  # fmt: skip
-def test_what_decides_who_may_be_sent_what_waits_for_no_turn(news: dict[str, object]) -> None:
+def test_changes_that_affect_routing_are_published_immediately(news: dict[str, object]) -> None:
     number = FULL_ENTRIES_PER_CHANGE + 5
     changes, last = ViewChanges(), FULL_ENTRIES_PER_CHANGE + 4
     changes.record_full(view(1, *(entry(rank, 1) for rank in range(number))))
@@ -157,7 +157,7 @@ def loads(each: EngineEntry) -> object:
     return replace(each, stats=None), known.version, known.running, known.waiting, sent
 
 
-def test_whoever_missed_a_change_asks_for_a_whole_view_and_goes_on_from_there() -> None:
+def test_after_a_missed_change_a_full_view_is_requested_and_followed() -> None:
     changes, followed = ViewChanges(), FollowedView(0.0)
     assert changes.since(view(1)) is None, "nobody knows anything"
     first = view(1, entry(0, 1))

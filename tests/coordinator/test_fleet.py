@@ -9,7 +9,7 @@ def names(before: FleetOrder, after: FleetOrder) -> list[tuple[str, dict[str, ob
     return [(call.name, dict(call.arguments)) for call in calls_of(before, after)]
 
 
-def test_a_wish_that_is_told_again_counts_once() -> None:
+def test_a_repeated_request_counts_once() -> None:
     orders = FleetOrders()
     request = FleetRequest(7, "pause", "wait")
     assert orders.handle_request(request)
@@ -29,7 +29,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_what_members_bring() -> No
     assert not second.adopt_newer(first.order)
 
 
-def test_engines_that_start_do_what_was_ordered_before() -> None:
+def test_engines_that_start_follow_earlier_orders() -> None:
     orders, new = FleetOrders(), FleetOrder(0)
     assert names(new, orders.order) == []
     orders.handle_request(FleetRequest(1, "pause", "abort"))

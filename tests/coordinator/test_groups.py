@@ -187,7 +187,7 @@ def test_nodes_say_how_many_engines_their_group_shall_have(cluster: Cluster) -> 
 @pytest.mark.parametrize(
     ("end", "reason"), [("goodbye", "died"), ("drain", "drained"), ("silence", "silent")]
 )
-def test_an_engine_that_has_gone_is_missing_with_the_reason(end: str, reason: str) -> None:
+def test_an_engine_that_left_is_missing_with_the_reason(end: str, reason: str) -> None:
     cluster = Cluster({"a": 2})
     cluster.join("engine", 0, 10, "a")
     cluster.join("engine", 1, 11, "a")
@@ -226,7 +226,7 @@ def test_groups_have_a_limit_and_a_refused_process_makes_none(
     assert refused.field == "engine_group"
 
 
-def test_front_ends_are_told_of_every_process_of_their_group_and_of_the_coordinator(
+def test_views_list_every_process_of_their_group_and_the_coordinator(
     cluster: Cluster,
 ) -> None:
     use = ProcessUse(1.5, 1 << 20, 12, 1024, 99.0)

@@ -19,7 +19,7 @@ def numbers() -> NumberAssignment:
     return made
 
 
-def test_nobody_is_given_a_number_while_those_of_before_may_still_tell_theirs(
+def test_no_number_is_assigned_while_earlier_members_may_still_report_theirs(
     numbers: NumberAssignment,
 ) -> None:
     refused = numbers.number_for(hello(-1, 9), {}, 100.0 + GRACE - 0.1)
@@ -30,7 +30,7 @@ def test_nobody_is_given_a_number_while_those_of_before_may_still_tell_theirs(
     assert numbers.number_for(hello(-1, 9), {0: 5}, 100.0 + GRACE) == 1
 
 
-def test_who_comes_with_a_number_or_has_one_is_not_kept_waiting(numbers: NumberAssignment) -> None:
+def test_members_that_have_a_number_do_not_wait(numbers: NumberAssignment) -> None:
     assert numbers.number_for(hello(3, 9), {}, 100.0) == 3
     assert numbers.number_for(hello(-1, 9), {3: 9}, 100.0) == 3
 

@@ -101,7 +101,7 @@ class Cluster:
         return [node.engines for node in self.nodes]
 
 
-def test_a_wish_is_spread_over_all_nodes_and_taken_back_again() -> None:
+def test_a_requested_size_is_spread_over_all_nodes_and_reduced_again() -> None:
     head, other = Node("head", 1), Node("other", 1)
     cluster = Cluster(head, other)
     cluster.settle()
@@ -151,7 +151,7 @@ def test_a_restarted_coordinator_decides_nothing_before_the_nodes_had_time_to_re
     assert head.request is None
 
 
-def test_a_wish_of_which_a_dead_coordinator_had_told_only_some_nodes_is_carried_out() -> None:
+def test_a_request_that_a_dead_coordinator_had_sent_to_only_some_nodes_is_completed() -> None:
     head, other = Node("head", 1), Node("other", 1)
     cluster = Cluster(head, other)
     cluster.settle()

@@ -133,7 +133,7 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     assert (stats.waiting, stats.running, stats.queued_prefill_tokens) == (2, 3, 7)
 
 
-def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: Peer) -> None:
+def test_changes_are_published_and_new_subscribers_get_a_full_view(peer: Peer) -> None:
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
     peer.request(
         Hello(
@@ -155,7 +155,7 @@ def test_changes_are_published_and_who_subscribes_again_gets_a_whole_view(peer: 
     assert whole.version > change.view.version
 
 
-def test_engines_are_told_of_a_front_end_at_once(peer: Peer) -> None:
+def test_engines_are_notified_of_a_front_end_immediately(peer: Peer) -> None:
     welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
     back = peer.subscribe(welcome.publish_address)

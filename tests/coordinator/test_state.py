@@ -1,5 +1,7 @@
 """The coordinator's decisions, as events in and actions out."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.events import (
@@ -12,7 +14,7 @@ from coordinator.events import (
     Subscribed,
     Tick,
 )
-from coordinator.state import CoordinatorParameters, CoordinatorState
+from coordinator.state import MISSING_INTERVAL, CoordinatorParameters, CoordinatorState
 from engine.shared.messages import (
     PUSHED,
     Draining,
@@ -39,25 +41,24 @@ from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import PROTOCOL_VERSION
 
 EPOCH = 7
+PARAMETERS = CoordinatorParameters(
+    epoch=EPOCH,
+    front_publish="ipc://front",
+    back_publish="ipc://back",
+    back_output="ipc://output",
+    publish_interval=0.1,
+    publish_idle_interval=3.0,
+    member_timeout=5.0,
+)
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
 
 
 class Cluster:
     """A coordinator state with a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: CoordinatorParameters = PARAMETERS) -> None:
         self.now = 100.0
-        self.state = CoordinatorState(
-            CoordinatorParameters(
-                epoch=EPOCH,
-                front_publish="ipc://front",
-                back_publish="ipc://back",
-                back_output="ipc://output",
-                publish_interval=0.1,
-                publish_idle_interval=3.0,
-                member_timeout=5.0,
-            )
-        )
+        self.state = CoordinatorState(parameters)
 
     def send(self, event: object, after: float = 0.0) -> list[Action]:
         self.now += after
@@ -136,6 +137,19 @@ def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster:
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
 
 
+def test_planned_engines_that_have_not_joined_are_told_again_and_again() -> None:
+    cluster = Cluster(replace(PARAMETERS, planned_engines=2))
+    cluster.engine(0, 10)
+
+    def told(after: float) -> list[Notice]:
+        return only(cluster.send(Tick(), after), Notice)
+
+    missing = "1 of 2 engines are present: 0 on h. Missing: 1 (not joined, for {:.0f} s)"
+    assert told(0.0) == [Notice(missing.format(0.0))]
+    assert told(1.0) == []
+    assert told(MISSING_INTERVAL) == [Notice(missing.format(1 + MISSING_INTERVAL))]
+
+
 def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.hello(1, 11)
@@ -158,7 +172,7 @@ def test_an_engine_may_wait_for_the_weights_that_a_trainer_has_sent(cluster: Clu
     assert [entry.rank for entry in cluster.state.view().engines] == [0, 1]
 
 
-def test_a_rank_that_is_held_is_refused_until_its_holder_is_gone(cluster: Cluster) -> None:
+def test_an_assigned_rank_is_refused_until_its_member_has_left(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     refused = reply(cluster.hello(0, 11))
     assert isinstance(refused, Refused)
@@ -180,7 +194,7 @@ def test_after_a_restart_a_newcomer_does_not_get_the_number_of_one_that_lives(
     assert reply(cluster.hello(-1, 11, kind=kind)).index == 1  # type: ignore[attr-defined]
 
 
-def test_a_member_whose_number_was_given_to_another_is_told_to_end(cluster: Cluster) -> None:
+def test_a_member_whose_number_was_reassigned_is_ordered_to_exit(cluster: Cluster) -> None:
     cluster.send(Tick())
     cluster.hello(0, 10)
     for _ in range(6):  # it is silent for too long
@@ -199,7 +213,7 @@ def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: 
     assert [entry.incarnation for entry in cluster.state.view().engines] == [11]
 
 
-def test_an_unknown_member_is_told_to_say_hello_again(cluster: Cluster) -> None:
+def test_an_unknown_member_is_asked_to_register_again(cluster: Cluster) -> None:
     ack = reply(cluster.send(FromMember(b"x", Heartbeat("engine", 3, 99))))
     assert ack == HeartbeatAck(EPOCH, known=False)
 
@@ -385,7 +399,7 @@ def test_a_group_size_that_is_no_number_is_refused(cluster: Cluster) -> None:
     assert (refused.field, refused.final) == ("data_parallel_size", True)
 
 
-def test_front_ends_that_know_a_view_are_told_what_has_changed(cluster: Cluster) -> None:
+def test_front_ends_that_have_a_view_get_its_changes(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     for rank in range(3):
         cluster.engine(rank, 10 + rank)
@@ -416,7 +430,7 @@ def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: C
     assert only(cluster.stats(0, 10, 3, running=2), PublishView)[0].change is not None
 
 
-def test_many_joins_are_not_told_one_by_one(cluster: Cluster) -> None:
+def test_many_joins_are_published_together(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     published = []
     for rank in range(300):

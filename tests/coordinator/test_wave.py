@@ -63,7 +63,7 @@ def test_a_new_topology_is_believed_though_its_wave_is_lower(wave: LockstepWave)
     assert (order.wave, order.topology) == (9, 1)
 
 
-def test_a_member_that_has_gone_keeps_nothing_running(wave: LockstepWave) -> None:
+def test_a_member_that_left_keeps_no_wave_running(wave: LockstepWave) -> None:
     start(wave, 2)
     wave.take_members(frozenset({0, 1}))
     assert not wave.running
@@ -90,7 +90,7 @@ def test_a_held_group_is_not_woken_but_by_its_resume(wave: LockstepWave) -> None
     assert wave.orders(1.0) == [StartDpWave(6, 1, 2)]
 
 
-def test_a_group_that_has_gone_takes_its_hold_along(wave: LockstepWave) -> None:
+def test_a_group_that_ended_leaves_no_hold(wave: LockstepWave) -> None:
     wave.report(StartWave(0, 1, 5, 1))
     wave.report(WaveComplete(0, 1, 5, 1))
     wave.take_members(frozenset())
@@ -107,7 +107,7 @@ def test_a_rank_that_joins_a_running_group_is_called(wave: LockstepWave) -> None
     assert wave.orders(1.0) == [StartDpWave(5, -1)]
 
 
-def test_wake_ups_are_counted_by_who_asked_first(wave: LockstepWave) -> None:
+def test_wake_ups_are_counted_by_their_first_cause(wave: LockstepWave) -> None:
     wave.notice(WakeUp(0, 1, 5))
     wave.orders(1.0)
     start(wave, 1)

@@ -197,8 +197,8 @@ def fill_wheelhouse(checkout: Path) -> None:
     wheels.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", "-d", str(wheels), "-c", "constraints.txt",
-         "--disable-pip-version-check", ".[server,otel,postgres,engine,compiled]", "setuptools>=77",
-         "wheel"],
+         "--disable-pip-version-check", ".[server,otel,postgres,engine,compiled,ray]",
+         "ray[default]", "setuptools>=77", "wheel"],
         cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
         check=False,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def test_every_state_is_recorded() -> None:
     assert {file.stem for file in FOLDER.glob("*.yaml")} == set(STATES) == set(EXPECTED)
 
 
-def test_exactly_those_alerts_fire_that_tell_of_a_state(tmp_path: Path) -> None:
+def test_exactly_the_alerts_for_a_state_fire(tmp_path: Path) -> None:
     cases = []
     for state, expected in EXPECTED.items():
         recorded = Recorded.read(state)

@@ -33,7 +33,7 @@ def impatient_alerts() -> str:
     return text.replace('silence_seconds{job=~".+"}) > 15', 'silence_seconds{job=~".+"}) > 6')
 
 
-def test_troubles_of_a_stack_are_told_and_its_work_is_measured(tmp_path: Path) -> None:
+def test_faults_of_a_stack_are_reported_and_its_work_is_measured(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("Prometheus is not installed (Debian: prometheus)")
     key = tmp_path / "key"

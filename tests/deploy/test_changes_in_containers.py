@@ -31,7 +31,7 @@ STARTING = 3 * PATIENCE
 COORDINATOR = "coordinator"
 FIRST, SECOND = "secret-of-clients", "next-secret-of-clients"
 SIMULATED = ("--executor", "simulated", "--simulated-step-us", "10000")
-CLUSTER_KEYS, API_KEYS = "cluster keys were read again", "] keys were read again"
+CLUSTER_KEYS, API_KEYS = "cluster keys were reloaded", "] keys were reloaded"
 
 
 def ready(front: Container) -> str:

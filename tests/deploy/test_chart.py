@@ -352,7 +352,7 @@ def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[
     }
 
 
-def test_another_key_changes_the_secret_only_so_that_no_pod_starts_anew() -> None:
+def test_another_key_changes_only_the_secret_so_no_pod_restarts() -> None:
     kinds = ("apiKeys", "adminKey", "metricsKey", "clusterKey")
     before, after = (
         render(None, *(f"{kind}.value={text}" for kind in kinds)) for text in ("old", "new")

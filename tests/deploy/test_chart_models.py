@@ -31,7 +31,7 @@ def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
     }
 
 
-def test_the_old_models_pods_stay_as_they_are_beside_the_new_ones() -> None:
+def test_the_old_models_pods_stay_unchanged_next_to_the_new_ones() -> None:
     before, both, after = (workloads(render(None, *sets)) for sets in (OLD, BOTH, NEW))
     names = {"demo-swell-engine", "demo-swell-api"}
     assert before.keys() == names

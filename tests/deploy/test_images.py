@@ -57,6 +57,17 @@ def test_responses_can_be_kept_in_a_database(project: Compose) -> None:
     assert found.returncode == 0, found.stdout
 
 
+@pytest.mark.parametrize("kind", ["server", "engine", "coordinator"])
+def test_doctor_finds_nothing_missing_in_an_image(project: Compose, kind: str) -> None:
+    report = project.docker.run(
+        "docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", "--memory", "3g",
+        "--entrypoint", "swell", f"swelltest-{kind}:test", "doctor",
+    )  # fmt: skip
+    assert report.returncode == 0, report.stdout
+    needed = {"server": "packages of API servers", "engine": "packages of engines"}.get(kind)
+    assert needed is None or f"ok    {needed}" in report.stdout, report.stdout
+
+
 def test_the_chart_pulls_what_has_been_pushed(
     project: Compose, running: ExitStack, tmp_path: Path
 ) -> None:

@@ -142,5 +142,5 @@ def test_front_ends_of_several_nodes_share_it(server: Server) -> None:
 
 def test_a_server_that_is_not_there_is_named() -> None:
     (port,) = free_ports(1)
-    with pytest.raises(OSError, match="store of responses cannot be used"):
+    with pytest.raises(OSError, match="response store cannot be used"):
         PostgresDatabase(f"postgresql://swell:secret@127.0.0.1:{port}/x")

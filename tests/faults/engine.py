@@ -310,7 +310,8 @@ class Engine(Process):
     def alone(self) -> str:
         """Name of the request that is planned alone; empty if there is none."""
         scheduler = self.core._scheduler
-        return scheduler._requests.all[scheduler.alone].request_id if scheduler.alone else ""
+        exclusive = scheduler.exclusive_request
+        return scheduler._requests.all[exclusive].request_id if exclusive else ""
 
     # -- what happens to it ----------------------------------------------------------------------
 

@@ -412,7 +412,7 @@ class World:
     def check_step(self, engine: Engine) -> None:
         """Check that nothing runs for a front end that has gone, or together with a suspect."""
         fronts = engine.core._front_ends
-        alone = engine.core._scheduler.alone
+        alone = engine.core._scheduler.exclusive_request
         for entry in engine.core._scheduler._in_flight if alone else ():
             assert all(request.id == alone for request in entry.requests), "not alone"
         for request in engine.core._scheduler._requests.all.values():

@@ -73,6 +73,6 @@ def test_the_explorer_finds_an_end_that_does_not_last() -> None:
     assert found(Maze(_0=(9,), _9=(1,), _1=(9,))) == ("no way to the end", [])
 
 
-def test_the_explorer_tells_a_lasting_end_from_one_that_is_left_once() -> None:
+def test_the_explorer_distinguishes_a_final_state_from_one_that_is_left() -> None:
     maze = Maze(_0=(9, 8), _8=(9,))
     assert found(maze) is None

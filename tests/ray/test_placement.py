@@ -239,7 +239,7 @@ def test_a_node_without_the_models_files_is_named(nodes: Nodes) -> None:
     assert "/no/such/model" in told
 
 
-def test_without_a_cluster_one_of_its_own_is_started_and_ends_with_a_killed_supervisor() -> None:
+def test_without_a_cluster_its_own_is_started_and_ends_with_a_killed_supervisor() -> None:
     with RunningStack(
         *SIMULATED, "--data-parallel-backend", "ray", "--ray-address", "local",
         "--data-parallel-size", "1",

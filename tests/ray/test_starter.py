@@ -178,7 +178,7 @@ def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
     run("a", body)
 
 
-def test_a_wait_for_room_is_told_and_given_up_without_a_trace() -> None:
+def test_a_wait_for_room_is_reported_and_cancelled_without_leftovers() -> None:
     async def body(place: Place) -> None:
         place.cluster.free["a"] = 0.0
         handle = await place.start()
@@ -258,7 +258,7 @@ def test_an_engine_that_cannot_be_started_there_is_an_end_like_others() -> None:
     run("a", body)
 
 
-def test_who_is_asked_to_end_before_the_engine_runs_never_starts_one() -> None:
+def test_an_actor_that_is_stopped_early_never_starts_its_engine() -> None:
     async def body(place: Place) -> None:
         place.cluster.may_answer.clear()
         handle = await place.start()
@@ -317,7 +317,7 @@ def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
     run("a", body)
 
 
-def test_an_api_server_whose_node_never_comes_gives_up_when_told() -> None:
+def test_an_api_server_whose_node_never_joins_stops_on_request() -> None:
     async def body(place: Place) -> None:
         role = api_server_role(place.ranks, FrontEndConfig(), "b", 8001)
         handle = await role.start(place.program(role.name, role.module, role.launch(9)))

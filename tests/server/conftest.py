@@ -396,11 +396,11 @@ class Http:
     """A synchronous client of an app: every call runs its own event loop."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._app = app
+        self.app = app
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def run() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://swell") as client:
                 return await client.request(method, path, **options)
 

@@ -17,7 +17,7 @@ def test_front_ends_get_all_settings_that_are_theirs() -> None:
     assert given.tenants == TenantConfig(allow_priority=False), "what follows from the policy"
 
 
-def test_a_store_in_a_database_does_not_show_who_logs_in() -> None:
+def test_the_name_of_a_database_store_shows_no_credentials() -> None:
     store = StoreConfig(response_store="postgresql://me:secret@host/db")
     assert store.is_postgres
     assert "secret" not in repr(store)

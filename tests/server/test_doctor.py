@@ -33,6 +33,13 @@ def test_a_port_that_is_taken_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failed: 1" in printed
 
 
+def test_a_port_of_all_addresses_is_checked_as_the_server_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    assert checks(DoctorTarget(host="*", port=port))["port"].verdict == "ok"
+
+
 def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(command, "MIN_SHM", 1 << 60)

@@ -35,7 +35,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("frobnicate", "swell: unknown command frobnicate: there are serve, coordinator,"),
     ],
 )
-def test_a_mistake_is_told_what_may_have_been_meant(
+def test_a_mistake_gets_a_suggestion(
     capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
     assert message in refusal(capsys, *argv.split())

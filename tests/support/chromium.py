@@ -77,6 +77,7 @@ class Browser:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=os.environ | {"TMPDIR": self._profile.name},
         )
         os.close(from_us)
         os.close(to_us)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import setproctitle
 
-from engine.executor.environment import settle_environment
+from engine.executor.environment import configure_environment
 from engine.shared.template import fork_orphan
 from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, ProgramRequest, fork_from_now_on
 
@@ -29,6 +29,8 @@ _PRELOADED = (
     "engine.executor.simulated",
     "engine.executor.worker",
     "engine.process.main",
+    "numba",  # without kernels, for whose target each process reads its own variables
+    "scipy.linalg",  # which Numba's first kernel loads
     "server.cli",
     "server.fleet.supervisor",
     "server.front_end",
@@ -111,7 +113,7 @@ def main() -> None:
     """Serve requests, and run the program in forked processes."""
     setproctitle.setproctitle("swell tests: template")  # while it can still find the title memory
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` is meant for the tests only
-    settle_environment(_MANY)  # selects libgomp: a forked LLVM runtime leaves files behind
+    configure_environment(_MANY)  # selects libgomp: a forked LLVM runtime leaves files behind
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.collect()

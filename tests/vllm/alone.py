@@ -97,7 +97,7 @@ def core() -> tuple[Any, Images]:
     )
     made._core, made.halting, made._front_ends = Core(), Halting(), FrontEnds()
     made._counters, made._sequences, made._held = EngineCounters(), {}, deque()
-    made._admits, made._alone, made._alone_steps, made._uncomputed = True, 0, 0, 0
+    made._admits, made._exclusive_request, made._exclusive_steps, made._uncomputed = True, 0, 0, 0
     made._rank, made._incarnation, made._clock = 0, 1, WaveClock(0)
     made._num_steps, made._version = 0, 0
     made.weights = SimpleNamespace(version="")

@@ -212,7 +212,7 @@ def test_a_model_that_makes_vectors_ends_the_start_with_the_reason() -> None:
     )
     process = start_swell(*command)
     try:
-        until(lambda: "makes vectors" in printed(process), "it says why", within=START_WITHIN)
+        until(lambda: "is a pooling model" in printed(process), "it says why", within=START_WITHIN)
     finally:
         process.terminate()
         process.wait(START_WITHIN)

@@ -12,7 +12,7 @@ import time
 import msgspec
 import zmq
 
-from engine.executor.environment import compute_processes, settle_environment
+from engine.executor.environment import compute_processes, configure_environment
 from engine.executor.layout import Layout
 from engine.executor.nodes.messages import (
     LARGEST_MESSAGE,
@@ -122,7 +122,7 @@ class JoinedNode:
             CannotJoin: the leader refuses this node, or did not appear in time.
             OSError: a worker cannot be started, or the leader's address is invalid.
         """
-        settle_environment(compute_processes(self._config, 1))  # inherited by the workers
+        configure_environment(compute_processes(self._config, 1))  # inherited by the workers
         try:
             while not self._is_stopping:
                 link = _Link(self._transport, f"tcp://{self._where}")
@@ -147,7 +147,7 @@ class JoinedNode:
             now = time.monotonic()
             if now > deadline:
                 raise CannotJoin(
-                    f"no engine took this node at {self._where} within {self._timeout:.0f} s: "
+                    f"no engine accepted this node at {self._where} within {self._timeout:.0f} s: "
                     f"{refused or 'is the first node (--node-rank 0) there?'}"
                 )
             if now >= next_line or refused != logged:
@@ -225,6 +225,6 @@ def run(config: EngineConfig, timeout: float = NODES_TIMEOUT) -> int:
             signal.signal(signum, lambda *_: node.stop())
         node.run()
     except (CannotJoin, ValueError, OSError) as error:
-        logger.error("this node cannot take part: %s", error)
+        logger.error("this node cannot join: %s", error)
         return 1
     return 0

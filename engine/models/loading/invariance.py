@@ -117,7 +117,7 @@ def require_batch_invariance(
         "has experts": spec.moe is not None,
         "has latent attention": spec.latent is not None,
         "attends in chunks": spec.has_chunks,
-        "makes vectors": spec.num_outputs is not None,
+        "pools its states": spec.num_outputs is not None,
     }
     found = [reason for reason, is_there in lacking.items() if is_there]
     if found:

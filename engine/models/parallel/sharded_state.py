@@ -76,8 +76,8 @@ class ShardedState(Checkpoint):
         described: dict[str, str] = file.metadata() or {}
         if described.get(_SIZE) != str(sharding.size) or _FINGERPRINT not in described:
             raise CheckpointError(
-                f"{path} was cut for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, not "
-                f"for {sharding.size}: run swell save-sharded-state again"
+                f"{path} was sharded for --tensor-parallel-size {described.get(_SIZE, 'unknown')}, "
+                f"not for {sharding.size}: run swell save-sharded-state again"
             )
         self._fingerprint = described[_FINGERPRINT]
         found: Layout = {

@@ -198,7 +198,7 @@ def _check_nodes(parallel: ParallelConfig) -> None:
     if parallel.data_parallel_size != 1:
         raise ValueError(
             f"--nnodes {parallel.nnodes} needs --data-parallel-size 1: one engine can span nodes. "
-            "Engines that are whole on their nodes join by --data-parallel-address, without "
+            "Several engines, each on one node, need --data-parallel-address instead of "
             "--nnodes"
         )
     if parallel.pipeline_parallel_size % parallel.nnodes:
@@ -209,7 +209,7 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         )
     if parallel.enable_expert_parallel:
         raise ValueError(
-            "--nnodes does not go with --enable-expert-parallel, which needs "
+            "--nnodes cannot be combined with --enable-expert-parallel, which needs "
             "--pipeline-parallel-size 1"
         )
 

@@ -128,8 +128,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         others = self.speculative_ngram or self.speculative_model is not None
         if others and self.speculative_method == "mtp":
             raise ValueError(
-                "speculative_method mtp goes without speculative_ngram and speculative_model: "
-                "give one of them"
+                "speculative_method mtp cannot be combined with speculative_ngram or "
+                "speculative_model: give one of them"
             )
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:

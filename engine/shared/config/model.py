@@ -116,7 +116,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         if not isinstance(limits, dict):
             raise wrong
         if unknown := limits.keys() - {"image", "video", "audio"}:
-            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is no kind of media")
+            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is not a kind of media")
         max_images = limits.get("image", 32)
         if type(max_images) is not int or not 0 <= max_images <= 1024:
             raise wrong

@@ -40,7 +40,7 @@ class EngineSetup(msgspec.Struct, frozen=True, array_like=True):
     """Utilities that operators can call (`engine.core.utilities`); None: all."""
     images: bool = False
     """Whether prompts can contain images (`AddRequest.encoder_inputs`)."""
-    tells_blocks: bool = False
+    reports_blocks: bool = False
     """Whether it answers `KvBlocksQuery`."""
     image_window: int = 0
     """Bytes of images kept per front end (`engine.shared.image_window`)."""

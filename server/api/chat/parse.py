@@ -96,7 +96,7 @@ def _parsed(
         logprobs = body.top_logprobs
     logprobs = model.scored(body.logprob_token_ids, logprobs, "top_logprobs")
     if body.structured_outputs is not None and isinstance(body.tool_choice, NamedTool):
-        raise invalid_field("structured_outputs", "not together with a named tool")
+        raise invalid_field("structured_outputs", "cannot be combined with a named tool")
     scores_field = "top_logprobs" if body.top_logprobs else "logprobs"
     if body.logprob_token_ids:
         scores_field = "logprob_token_ids"

@@ -65,7 +65,7 @@ class ChatFields(SamplingFields):
     echo: bool | None = Field(
         False,
         description="Begin the answer with the last message, if an assistant said it.",
-        json_schema_extra=different("only what an assistant said is repeated"),
+        json_schema_extra=different("only assistant messages are repeated"),
     )
     add_generation_prompt: bool | None = Field(
         None, description="Default: true unless continue_final_message."
@@ -103,7 +103,7 @@ class ChatFields(SamplingFields):
     verbosity: Verbosity | None = Field(
         None,
         description="Passed to the chat template under this name; few take notice.",
-        json_schema_extra=different("passed to the chat template, of which few take notice"),
+        json_schema_extra=different("passed to the chat template; few templates use it"),
     )
     thinking: ThinkingSwitch | None = Field(
         None,

@@ -21,7 +21,7 @@ def parse(body: CompletionRequest, model: ServedModel, max_model_len: int) -> Ge
     stop = model.check_fields(body)
     logprobs = model.scored(body.logprob_token_ids, body.logprobs, "logprobs")
     if body.logprob_token_ids and body.echo:
-        raise invalid_field("logprob_token_ids", "not together with echo")
+        raise invalid_field("logprob_token_ids", "cannot be combined with echo")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     n = body.n or 1
     if body.suffix:

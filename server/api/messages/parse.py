@@ -1,7 +1,7 @@
 """Conversion of Messages requests to generation requests, via chat completions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -12,9 +12,10 @@ from server.api.messages import schema
 from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.limits import MAX_MESSAGES, MAX_TOOL_CALLS
 from server.schema.tools import not_served
 
-_PASSED_ON = (
+_COPIED_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_tokens",
 )  # fmt: skip
 
@@ -51,6 +52,8 @@ def _as_chat(
         chat.add({"role": "system", "content": _text(request.system)}, "system")
     for index, turn in enumerate(request.messages):
         chat.take(turn, f"messages[{index}]")
+    if not chat.messages:
+        raise invalid_field("messages", "have only blocks of tools that no server here runs")
     thinking, config = request.thinking, request.output_config
     body: dict[str, Any] = {
         "messages": chat.messages,
@@ -60,7 +63,7 @@ def _as_chat(
     if config is not None:
         body["reasoning_effort"] = config.effort
     if isinstance(request, schema.MessagesRequest):
-        body |= {name: getattr(request, name) for name in _PASSED_ON}
+        body |= {name: getattr(request, name) for name in _COPIED_FIELDS}
         body["stop"] = request.stop_sequences or None
         body["user"] = request.metadata.user_id if request.metadata is not None else None
         if thinking is not None:
@@ -76,7 +79,7 @@ def _as_chat(
     ]
     body["tools"] = [_tool((request.tools or [])[index]) for index in functions]
     if request.tool_choice is not None:
-        body |= _choice(request.tool_choice, request.tools or [], functions)
+        body |= _choice(request.tool_choice, request.tools or [], functions, chat.removed_tools)
     format = (None if config is None else config.format) or request.output_format
     if format is not None:
         json_schema = {"name": "answer", "schema": format.schema_, "strict": True}
@@ -116,7 +119,15 @@ class _ChatMessages:
         self.removed_tools: set[str] = set()
 
     def add(self, message: dict[str, Any], path: str) -> None:
-        """Add a message."""
+        """Add a message.
+
+        Raises:
+            ApiError: there are too many: a turn may have many tool results.
+        """
+        if len(self.messages) == MAX_MESSAGES:
+            raise invalid_field(
+                path, f"turns, tool results and system are more than {MAX_MESSAGES} in all"
+            )
         self.messages.append(message)
         self.paths.append(path)
 
@@ -162,7 +173,7 @@ class _ChatMessages:
                 case schema.DocumentBlock():
                     source = f"{field}.source.type"
                     raise invalid_field(
-                        source, f"documents are read as 'text', not {block.source.type!r}"
+                        source, f"only 'text' documents are supported, not {block.source.type!r}"
                     )
                 case schema.ToolResultBlock():
                     self._result(block, field)
@@ -249,6 +260,10 @@ def _assistant(blocks: Sequence[schema.Block], path: str) -> dict[str, Any]:
             case schema.CompactionBlock():
                 texts.append(block.content or "")
             case schema.ToolUseBlock():
+                if len(calls) == MAX_TOOL_CALLS:
+                    raise invalid_field(
+                        f"{path}.content[{index}]", f"a turn has at most {MAX_TOOL_CALLS} calls"
+                    )
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
@@ -263,7 +278,7 @@ def _assistant(blocks: Sequence[schema.Block], path: str) -> dict[str, Any]:
 
 def _refuse(block: schema.Block, path: str, role: str) -> NoReturn:
     field = f"{path}.type"
-    raise invalid_field(field, f"{block.type!r} is not allowed in a turn of the {role}")
+    raise invalid_field(field, f"{block.type!r} is not allowed in {role} turns")
 
 
 def _text(content: str | Sequence[schema.TextBlock]) -> str:
@@ -282,7 +297,7 @@ def _read(block: schema.ResultBlock) -> str:
         case schema.ToolReferenceBlock():
             return f"The tool {block.tool_name} is available."
         case _:
-            return f"[{block.type} omitted: only documents of plain text are read]"
+            return f"[{block.type} omitted: only plain-text documents are supported]"
 
 
 def _tool(tool: schema.MessageTool) -> dict[str, Any]:
@@ -297,10 +312,20 @@ def _tool(tool: schema.MessageTool) -> dict[str, Any]:
 
 
 def _choice(
-    choice: schema.MessageToolChoice, tools: Sequence[schema.MessageTool], functions: Sequence[int]
+    choice: schema.MessageToolChoice,
+    tools: Sequence[schema.MessageTool],
+    functions: Sequence[int],
+    removed: Set[str],
 ) -> dict[str, Any]:
     chat_choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
-    others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in functions}
+    demanded = tools if choice.type == "any" and not functions else ()
+    if choice.type == "tool":
+        demanded = [tool for tool in tools if tool.name == choice.name]
+    for tool in demanded:
+        if tool.name in removed:
+            raise invalid_field("tool_choice", f"a tool_removal has removed {tool.name!r}")
+    served = set(functions)
+    others = {tool.name: tool.type for i, tool in enumerate(tools) if i not in served}
     if choice.type == "any" and others and not functions:
         raise not_served(*next(iter(others.items())))
     if choice.type == "tool":

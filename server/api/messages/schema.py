@@ -237,11 +237,14 @@ class _Conversation(RequestBody):
     system: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_PARTS)] | None = None
     tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
-        json_schema_extra=different("functions; others are left out, and refused where demanded"),
+        json_schema_extra=different(
+            "functions only; other tools are ignored, or refused if tool_choice demands them"
+        ),
     )
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = Field(
-        None, json_schema_extra=different("a model that always thinks does; nothing is signed")
+        None,
+        json_schema_extra=different("models that always reason still do; there are no signatures"),
     )
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(
@@ -258,8 +261,8 @@ class _Conversation(RequestBody):
     )
     context_management: JsonObject | None = Field(
         None,
-        description="Accepted and not used: conversations are read as they are sent.",
-        json_schema_extra=extra("ignored", "conversations are read as they are sent"),
+        description="Accepted and not used: conversations are used exactly as sent.",
+        json_schema_extra=extra("ignored", "conversations are used exactly as sent"),
     )
     chat_template_kwargs: JsonObject | None = None
 
@@ -295,7 +298,7 @@ class MessagesRequest(_Conversation):
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, else 1.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 mean all tokens.")
     metadata: Metadata | None = Field(
-        None, json_schema_extra=different("`user_id` is what `user` is elsewhere")
+        None, json_schema_extra=different("`user_id` corresponds to `user` of the other endpoints")
     )
     container: str | JsonObject | None = Field(
         None,
@@ -305,7 +308,7 @@ class MessagesRequest(_Conversation):
     service_tier: Name | None = Field(
         None,
         description="Accepted and not used.",
-        json_schema_extra=extra("ignored", "there is one tier"),
+        json_schema_extra=extra("ignored", "there is only one tier"),
     )
 
     seed: int | None = Field(None, ge=limits.INT64_MIN, le=limits.INT64_MAX)

@@ -34,7 +34,7 @@ from server.api.tokenize import count_tokens_of
 from server.errors import unavailable
 from server.generate.request import GenerationRequest
 from server.http.call import Call, Pushed
-from server.http.errors import foreseen
+from server.http.errors import client_error
 from server.store.service import Jobs
 from server.text.detokenizer import TokenTable
 
@@ -193,7 +193,7 @@ async def _make(
         if jobs.closing:
             ended = _failed(initial, "server_error", "The server ended before the response did.")
     except Exception as error:
-        known = foreseen(error, call.request_id)
+        known = client_error(error, call.request_id)
         ended = _failed(initial, known.code or known.kind, known.message)
     finally:
         call.release()

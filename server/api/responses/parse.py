@@ -21,10 +21,11 @@ from server.api.responses.tools import (
 from server.errors import ApiError, invalid_field
 from server.generate.model import ServedModel
 from server.generate.request import Conversation, GenerationRequest
+from server.limits import MAX_TOOL_CALLS
 from server.schema.messages import RefusalPart
 
 _SERVED_INCLUDES = {"message.output_text.logprobs"}
-_NOTHING_TO_ADD = {
+_ABSENT_CONTENT = {
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -77,7 +78,7 @@ def _as_chat(request: schema.ResponsesRequest, earlier: int) -> tuple[ChatComple
     else:
         for index, item in enumerate(given):
             chat.add(item, continues_field if index < earlier else f"input[{index - earlier}]")
-    body: dict[str, Any] = {name: getattr(request, name) for name in schema.PASSED_ON}
+    body: dict[str, Any] = {name: getattr(request, name) for name in schema.COPIED_FIELDS}
     body |= {
         "messages": chat.messages,
         "max_completion_tokens": request.max_output_tokens,
@@ -127,7 +128,7 @@ def _check(request: schema.ResponsesRequest) -> None:
             "prompt", "stored prompts are not supported; send instructions and input"
         )
     for index, value in enumerate(request.include or ()):
-        if value not in _SERVED_INCLUDES | _NOTHING_TO_ADD:
+        if value not in _SERVED_INCLUDES | _ABSENT_CONTENT:
             raise invalid_field(f"include[{index}]", f"unknown value {value!r}")
 
 
@@ -171,9 +172,9 @@ class _ChatMessages:
                     )
                 self.add_message("user", f"A summary of the conversation so far:\n{summary}", path)
             case _:
-                self._add_of_tool(item, path)
+                self._add_tool_item(item, path)
 
-    def _add_of_tool(self, item: schema.InputItem, path: str) -> None:
+    def _add_tool_item(self, item: schema.InputItem, path: str) -> None:
         """Add a tool call or its output; items of hosted tools are dropped."""
         match item:
             case schema.FunctionCallItem():
@@ -198,7 +199,10 @@ class _ChatMessages:
     def _call(self, call_id: str | None, name: str | None, arguments: Any, path: str) -> None:
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._assistant(path).setdefault("tool_calls", []).append(call)
+        calls = self._assistant(path).setdefault("tool_calls", [])
+        if len(calls) == MAX_TOOL_CALLS:
+            raise invalid_field(path, f"more than {MAX_TOOL_CALLS} calls follow one another")
+        calls.append(call)
 
     def _result(self, call_id: str, content: str | list[dict[str, Any]], path: str) -> None:
         self.add_message("tool", content, path)
@@ -250,15 +254,15 @@ def _check_parts(
     for index, part in enumerate([] if isinstance(content, str) else content):
         field = f"{path}.content[{index}]"
         if isinstance(part, RefusalPart) and not may_refuse:
-            raise invalid_field(field, "only messages of assistants may have a refusal")
+            raise invalid_field(field, "only assistant messages can have a refusal")
         if isinstance(part, schema.MediaPart):
             if may_refuse:
-                raise invalid_field(field, f"assistants say texts; send no {part.type}")
+                raise invalid_field(field, f"assistant messages cannot contain {part.type}")
             if part.type != "input_image":
-                why = f"{part.type} is not taken; send what it says as input_text"
+                why = f"{part.type} is not supported; send its text as input_text"
                 raise invalid_field(f"{field}.type", why)
             if part.image_url is None:
-                why = "Field required; images of files are not taken"
+                why = "Field required; images by file_id are not supported"
                 raise invalid_field(f"{field}.image_url", why)
 
 

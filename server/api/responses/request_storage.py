@@ -109,7 +109,7 @@ class RequestStorage:
             _refuse_stored(request, new)
             return request, 0
         if request.previous_response_id is not None and self._conversation is not None:
-            raise invalid_field("conversation", "not together with previous_response_id")
+            raise invalid_field("conversation", "cannot be combined with previous_response_id")
         if request.background and not self._stores:
             raise invalid("background can only be used when `store` is true", "background")
         earlier = await self._earlier()

@@ -325,16 +325,16 @@ class ResponsesRequest(DrawingFields):
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different(
-            "functions, namespaces, custom, local_shell and tool_search of the client; others are "
-            "left out, and refused where demanded"
+            "functions, namespaces, custom, local_shell and tool_search of the client; others "
+            "are ignored, or refused if tool_choice demands them"
         ),
     )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Count | None = Field(
         None,
-        description="Accepted: it is about hosted tools.",
-        json_schema_extra=extra("ignored", "about tools that a server runs"),
+        description="Accepted and not used: it limits hosted tools.",
+        json_schema_extra=extra("ignored", "it limits tools that a server runs"),
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = Field(
@@ -352,12 +352,12 @@ class ResponsesRequest(DrawingFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         "disabled",
         description="auto: earlier turns that do not fit are left out.",
-        json_schema_extra=different("auto leaves out whole turns, and keeps the system's"),
+        json_schema_extra=different("auto drops whole turns and keeps system messages"),
     )
     store: bool | None = Field(
         None,
         description="Whether the response is kept. Default: if the server keeps any.",
-        json_schema_extra=different("kept as long and as far as the operator says"),
+        json_schema_extra=different("the operator limits how many are kept, and for how long"),
     )
     previous_response_id: Name | None = Field(
         None, description="A stored response, whose conversation this one continues."
@@ -388,7 +388,7 @@ class ResponsesRequest(DrawingFields):
 
     chat_template_kwargs: JsonObject | None = None
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="A constraint on the text; not together with a text.format."
+        None, description="A constraint on the text; cannot be combined with text.format."
     )
 
     undeclared: ClassVar[Rows] = {
@@ -431,7 +431,7 @@ class ResponsesRequest(DrawingFields):
 
 
 _NOT_PASSED_ON = ("model", "request_id", "structured_outputs")
-PASSED_ON = (
+COPIED_FIELDS = (
     *(name for name in DrawingFields.model_fields if name not in _NOT_PASSED_ON),
     "parallel_tool_calls", "user", "chat_template_kwargs", "include_reasoning",
 )  # fmt: skip

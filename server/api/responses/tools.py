@@ -1,6 +1,6 @@
 """Functions of a chat completion that represent the tools of a response."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -8,6 +8,7 @@ import msgspec
 from server.answer.quoted_lark import NotQuotable, quoted_lark
 from server.api.responses import schema
 from server.errors import invalid_field
+from server.limits import MAX_TOOLS
 from server.schema.body import JsonObject
 from server.schema.tools import not_served
 
@@ -48,14 +49,24 @@ def offered_tools(request: schema.ResponsesRequest, earlier: int) -> list[Offere
     Raises:
         ApiError: a tool is invalid; `param` names the field.
     """
-    offered = [*_offered(request.tools or (), "tools", None)]
+    offered: list[OfferedTool] = []
+    _offer(offered, _offered(request.tools or (), "tools", None), "tools")
+    known = {tool.function["name"] for tool in offered}
     for index, item in enumerate([] if isinstance(request.input, str) else request.input):
         if isinstance(item, schema.ToolSearchOutputItem | schema.AdditionalToolsItem):
             tools_field = "input" if index < earlier else f"input[{index - earlier}].tools"
-            known = {tool.function["name"] for tool in offered}
-            found = _offered(item.tools, tools_field, None)
-            offered += [tool for tool in found if tool.function["name"] not in known]
+            number, found = len(offered), _offered(item.tools, tools_field, None)
+            new = (tool for tool in found if tool.function["name"] not in known)
+            _offer(offered, new, tools_field)
+            known.update(tool.function["name"] for tool in offered[number:])
     return offered
+
+
+def _offer(offered: list[OfferedTool], found: Iterator[OfferedTool], field: str) -> None:
+    for tool in found:
+        if len(offered) == MAX_TOOLS:
+            raise invalid_field(field, f"the request offers more than {MAX_TOOLS} tools in all")
+        offered.append(tool)
 
 
 def chosen(
@@ -70,14 +81,17 @@ def chosen(
     """
     match choice:
         case schema.ChosenTool():
-            return _named(choice, offered)
+            return _named(choice, _by_choice(offered))
         case schema.AllowedToolsChoice():
+            known = _by_choice(offered)
             served = [
-                tool for tool in choice.tools if choice.mode == "required" or _found(tool, offered)
+                tool
+                for tool in choice.tools
+                if choice.mode == "required" or _choice_key(tool) in known
             ]
             if not served:
                 return "none"
-            allowed = {"mode": choice.mode, "tools": [_named(tool, offered) for tool in served]}
+            allowed = {"mode": choice.mode, "tools": [_named(tool, known) for tool in served]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case "required" if request.tools and not offered:
             raise not_served(request.tools[0].name or request.tools[0].type, request.tools[0].type)
@@ -85,16 +99,24 @@ def chosen(
             return choice
 
 
-def _found(tool: schema.ChosenTool, offered: Sequence[OfferedTool]) -> OfferedTool | None:
-    for each in offered:
-        same_name = tool.name is None or (tool.name, tool.namespace) == (each.name, each.namespace)
-        if tool.type == each.kind and same_name:
-            return each
-    return None
+_Key = tuple[str, str | None, str | None]
 
 
-def _named(tool: schema.ChosenTool, offered: Sequence[OfferedTool]) -> JsonObject:
-    found = _found(tool, offered)
+def _by_choice(offered: Sequence[OfferedTool]) -> dict[_Key, OfferedTool]:
+    """Return the first tool for each choice: by kind, and by kind, name and namespace."""
+    known: dict[_Key, OfferedTool] = {}
+    for tool in offered:
+        known.setdefault((tool.kind, None, None), tool)
+        known.setdefault((tool.kind, tool.name, tool.namespace), tool)
+    return known
+
+
+def _choice_key(tool: schema.ChosenTool) -> _Key:
+    return (tool.type, tool.name, None if tool.name is None else tool.namespace)
+
+
+def _named(tool: schema.ChosenTool, known: Mapping[_Key, OfferedTool]) -> JsonObject:
+    found = known.get(_choice_key(tool))
     if found is None and tool.type not in ("function", "custom"):
         raise not_served(tool.name or tool.type, tool.type)
     name = function_name(tool.name, tool.namespace) if found is None else found.function["name"]

@@ -63,7 +63,7 @@ async def pool(body: schema.PoolingRequest, call: Call, services: ServicesDep) -
     if model.spec.task == "embed":
         dimensions = _dimensions(body.dimensions, model)
     elif body.dimensions is not None:
-        raise invalid_field("dimensions", "this model makes scores of classes")
+        raise invalid_field("dimensions", "this model computes class scores, not embeddings")
     inputs = await inputs_of(called, body, _prompt(body.prompt_name, model))
     size = dimensions or model.spec.size
     count = sum([len(each.token_ids) for each in inputs]) if per_token else len(inputs)
@@ -132,11 +132,11 @@ def _dimensions(requested: int | None, model: PoolingModel) -> int:
     if allowed is None:
         raise invalid_field(
             "dimensions",
-            f"this model's embeddings have {size} numbers and were not trained to be cut",
+            f"this model's embeddings have {size} dimensions and cannot be shortened",
         )
     if requested > size or (allowed and requested not in allowed):
         which = ", ".join(map(str, allowed)) if allowed else f"1 to {size}"
-        raise invalid_field("dimensions", f"this model's embeddings can have {which} numbers")
+        raise invalid_field("dimensions", f"this model's embeddings can have {which} dimensions")
     return requested
 
 
@@ -146,7 +146,7 @@ def _prompt(name: str | None, model: PoolingModel) -> str:
     except KeyError:
         known = ", ".join(model.spec.prompts) or "none"
         raise invalid_field(
-            "prompt_name", f"the model's files have no prompt of that name, but {known}"
+            "prompt_name", f"the model defines no prompt of that name, only: {known}"
         ) from None
 
 

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Response
 
 from engine.shared.messages import AddRequest, PoolingParams, SamplingParams
-from server.api.generation import admit, in_time, unsuitable
+from server.api.generation import admit, unsuitable, with_timeout
 from server.api.services import Services
 from server.api.vectors.schema import (
     ClassifyRequest,
@@ -128,7 +128,7 @@ class PooledCall:
         params = PoolingParams(dimensions=dimensions, activate=activate, per_token=per_token)
         with call:
             try:
-                return await in_time(call, services, self._pooled(inputs, params))
+                return await with_timeout(call, services, self._pooled(inputs, params))
             except Exception:
                 self._abort("error")
                 raise

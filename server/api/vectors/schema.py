@@ -124,7 +124,9 @@ class PoolingRequest(EmbeddingsRequest):
     task: Task | TokenTask | None = Field(
         None,
         description="token_embed, token_classify: a vector of each token.",
-        json_schema_extra=different("no plugin; of each token: not of decoders as they are"),
+        json_schema_extra=different(
+            "no plugins; token tasks of decoders need tok_pooling_type ALL"
+        ),
     )
 
     undeclared: ClassVar[Rows] = refused("there are no plugins that could read it", "data")

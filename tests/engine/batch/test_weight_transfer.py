@@ -25,7 +25,7 @@ WEIGHTS = {
 @pytest.mark.parametrize(
     ("names", "types", "shapes", "reason"),
     [
-        (["a", "b"], ["float32"], [[1], [1]], "equally many: they are 2, 1 and 2"),
+        (["a", "b"], ["float32"], [[1], [1]], "equal lengths: they have 2, 1 and 2"),
         (["a"], ["float64"], [[1]], "a is of type float64; it can be bfloat16, float16, float32"),
         (["a"], ["__class__"], [[1]], "is of type __class__"),
         (["a", "a"], ["float32"] * 2, [[1], [1]], "a is named twice"),

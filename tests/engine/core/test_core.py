@@ -95,14 +95,14 @@ def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> No
     assert second.prefill <= 3
 
 
-def test_stats_tell_how_many_tokens_steps_had(core: EngineCore) -> None:
+def test_stats_contain_the_tokens_of_steps(core: EngineCore) -> None:
     core.handle(request(1, length=5, max_tokens=3))
     stats = run(core)[-1].stats
     assert stats.counters.step_tokens == 5 + 3
     assert stats.counters.step_tokens_buckets == [2, 1, *[0] * 12]
 
 
-def test_stats_tell_load_and_counts(core: EngineCore) -> None:
+def test_stats_contain_load_and_counts(core: EngineCore) -> None:
     for id in range(6):
         core.handle(request(id, id % 2))
     before = core.stats()
@@ -188,7 +188,7 @@ def test_what_an_absent_front_end_asked_for_is_dropped(
     core.handle(request(2, 8))
     core.handle(UtilityCall(1, 8, "info"))
     assert not core.has_work
-    assert "front end 1 is not there" in caplog.text
+    assert "front end 1 is not connected" in caplog.text
 
 
 # -- errors of requests and aborts ----------------------------------------------------------------
@@ -319,7 +319,7 @@ def step_together(core: EngineCore, number: int, loads: Sequence[RankState] = ()
         core.steps.launch_together(number, loads)
         return core.land_together()
     except GroupBroken:
-        core.steps.give_up()
+        core.steps.abandon_pending()
         raise
 
 
@@ -387,7 +387,7 @@ def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> No
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
 
 
-def test_only_policies_that_compare_ranks_are_told_loads() -> None:
+def test_only_policies_that_compare_ranks_get_loads() -> None:
     core = member(BreakingExecutor(set()))
     core.handle(request(1))
     assert core.steps.rank_state(0) == NO_LOAD

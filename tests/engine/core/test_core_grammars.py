@@ -385,7 +385,7 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": True}, {"speculative_ngram": 3, "prompt_lookup_min": 1}], ids=str
 )
-def test_a_grammar_at_its_limit_is_compiled_anew_beside_the_steps(
+def test_a_grammar_at_its_limit_is_recompiled_in_parallel_with_steps(
     make: Any, options: dict[str, Any], compiled_by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = make(max_num_seqs=8, blocks=200, **options)
@@ -408,7 +408,7 @@ def test_a_grammar_at_its_limit_is_compiled_anew_beside_the_steps(
     engine.assert_nothing_is_left()
 
 
-def test_others_go_on_while_a_grammar_at_its_limit_is_compiled_anew(
+def test_other_requests_continue_while_a_grammar_at_its_limit_is_recompiled(
     make: Any, few_states: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -484,7 +484,7 @@ def test_aborts_of_requests_that_wait_for_their_grammar_again_leave_nothing(
     ],
     ids=str,
 )
-def test_a_request_that_rules_out_what_its_grammar_allows_is_told_by_which_field(
+def test_the_error_names_the_field_that_excludes_all_tokens_of_the_grammar(
     make: Any, fields: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()

@@ -71,7 +71,7 @@ def test_a_request_whose_images_were_lost_does_not_count_as_received() -> None:
     assert [each.requests for each in core.stats().received] == [1, 0], "each has its own window"
 
 
-def test_the_watchdog_is_told_of_the_patches_that_a_step_encodes() -> None:
+def test_the_watchdog_counts_the_patches_that_a_step_encodes() -> None:
     core = core_of()
     core.handle(replace(request(1, 1), encoder_inputs=[]))
     assert core.next_tokens == 16

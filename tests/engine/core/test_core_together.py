@@ -70,8 +70,8 @@ class Member:
     def land(self) -> None:
         self._take(self.core.land_together().outputs)
 
-    def give_up(self) -> None:
-        self.core.steps.give_up()
+    def abandon_pending(self) -> None:
+        self.core.steps.abandon_pending()
         answers = self.core.answers()
         if answers is not None:
             self._take(answers.outputs)
@@ -82,7 +82,7 @@ class Member:
             self.launch()
             if len(self.core.steps._in_flight) == in_flight:
                 self.land()
-        while self.core.steps.are_in_flight:
+        while self.core.steps.any_in_flight:
             self.land()
 
     def _take(self, outputs: object) -> None:
@@ -123,7 +123,7 @@ def test_steps_that_a_group_gave_up_are_taken_again_in_their_order(
     with pytest.raises(GroupBroken):
         member.finish(in_flight)
     kept = list(member.executor.plans)
-    member.give_up()
+    member.abandon_pending()
     assert member.core.needs_steps
     member.executor.breaks_in = -1
     given_up = [each.plan for each in member.core.steps._in_flight]
@@ -141,7 +141,7 @@ def test_results_that_are_there_when_a_group_ends_are_not_lost(member: Member) -
     member.launch()
     member.launch()
     member.executor.breaks_in = 1
-    member.give_up()
+    member.abandon_pending()
     assert [each.plan for each in member.core.steps._in_flight] == member.executor.plans[1:]
     member.executor.breaks_in = -1
     member.launch()
@@ -155,7 +155,7 @@ def test_an_engine_does_not_sleep_with_any_step_given_up(member: Member) -> None
     member.core.handle(request(max_tokens=6))
     member.launch()
     member.executor.breaks_in = 0
-    member.give_up()
+    member.abandon_pending()
     member.core.handle(UtilityCall(1, 0, "sleep"))
     answers = member.core.answers()
     assert answers is not None
@@ -174,5 +174,5 @@ def test_an_engine_that_drains_waits_for_rows_in_flight_only(member: Member) -> 
     member.land()
     assert not member.core.has_requests
     member.launch()
-    assert member.core.steps.are_in_flight
+    assert member.core.steps.any_in_flight
     assert not member.core.has_requests, "the others need the step"

@@ -48,7 +48,7 @@ def test_arguments_and_results_are_what_the_function_says() -> None:
         ("scaled", "nonsense", "{}", "wrong arguments for scaled"),
         ("test", "[]", "{}", "no callable method 'test'"),
         ("__class__", "[]", "{}", "no callable method '__class__'"),
-        ("endless", "[]", "{}", "are the most"),
+        ("endless", "[]", "{}", ", more than "),
     ],
 )
 def test_what_is_not_listed_or_fits_no_annotation_is_refused(

@@ -105,7 +105,7 @@ def request(id: int, *, max_tokens: int = 1, alone: int = 0) -> AddRequest:
     return AddRequest(id, str(id), 0, 0, [1, 2, 3], sampling, exclusive_steps=alone)
 
 
-def test_an_engine_without_work_tells_its_stats_now_and_then(engine: Engine) -> None:
+def test_an_idle_engine_sends_its_stats_periodically(engine: Engine) -> None:
     assert engine.turn(0.5) is None
     assert (engine.said, engine.loop.wait) == ([], IDLE_STATS_INTERVAL - 0.5)
     assert engine.turn(IDLE_STATS_INTERVAL) is None
@@ -123,7 +123,7 @@ def test_work_is_seen_to_have_begun_before_its_first_step(engine: Engine) -> Non
     assert engine.said == [(0, 0)]
 
 
-def test_the_end_of_work_is_told_again_if_nothing_follows(engine: Engine) -> None:
+def test_the_end_of_work_is_reported_again_if_nothing_follows(engine: Engine) -> None:
     engine.turn(0.1, request(1))
     engine.compute(0.5)
     assert engine.turn(0.5) is None

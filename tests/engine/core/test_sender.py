@@ -166,7 +166,7 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
     assert not late[0].is_alive()
 
 
-def test_work_that_begins_is_told_at_once_and_its_end_when_it_is_said_again() -> None:
+def test_the_start_of_work_is_reported_immediately_and_its_end_on_repetition() -> None:
     throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
     assert throttle.offer(idle, 0.0) == idle
     assert throttle.offer(busy, 0.1) == busy
@@ -174,7 +174,7 @@ def test_work_that_begins_is_told_at_once_and_its_end_when_it_is_said_again() ->
     assert throttle.offer(idle, 0.3) == idle
 
 
-def test_short_work_in_a_row_is_told_now_and_then() -> None:
+def test_frequent_short_work_is_reported_periodically() -> None:
     throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
     offers = [busy, idle] * 50
     sent = [each for i, each in enumerate(offers) if throttle.offer(each, i / 20) is not None]

@@ -247,7 +247,7 @@ def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) 
         step = engine.core.step()
         for output in step.outputs.get(0, []):
             engine.tokens[output.id] += output.token_ids
-        if step.changes_alone:
+        if step.exclusive_changes:
             break
     assert step.stats.exclusive_request == 2
     assert set(step.outputs) == {0, 1}
@@ -289,7 +289,7 @@ def test_a_pause_that_waits_ends_what_runs_and_begins_nothing(engine: Engine) ->
     engine.assert_complete()
 
 
-def test_a_pause_that_aborts_tells_all_who_wait(engine: Engine) -> None:
+def test_a_pause_that_aborts_notifies_all_waiting_callers(engine: Engine) -> None:
     for number in range(1, 7):
         engine.add(number)
     engine.step()
@@ -409,7 +409,7 @@ def test_an_engine_counts_how_often_it_slept_and_how_long_that_took_it(engine: E
     assert 0.1 <= counters.wake_up_seconds < PATIENCE
 
 
-def test_cached_prefixes_are_gone_after_a_sleep(engine: Engine) -> None:
+def test_cached_prefixes_are_dropped_by_a_sleep(engine: Engine) -> None:
     engine.add(1, length=9)
     engine.run()
     engine.call("sleep")

@@ -81,7 +81,7 @@ def run(what: str, step_timeout: float = 0.1) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def test_a_hung_process_says_where_tells_its_peers_and_ends() -> None:
+def test_a_hung_process_logs_its_stacks_notifies_its_peers_and_exits() -> None:
     ended = run("hangs_politely")
     assert ended.returncode == HUNG_EXIT_CODE
     assert "hangs_politely" in ended.stderr

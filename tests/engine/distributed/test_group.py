@@ -216,7 +216,7 @@ def test_groups_come_and_go_in_one_process_and_leave_nothing(world: World) -> No
     until(nothing_is_left, "nothing is left")
 
 
-def test_whoever_meets_nobody_gives_up_after_the_timeout() -> None:
+def test_a_process_without_peers_gives_up_after_the_timeout() -> None:
     for rank in (0, 1):
         with open_listener("127.0.0.1") as unused:
             address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -14,7 +14,7 @@ from engine.executor.environment import (
     BLOCK_TIME,
     CACHED_PRIMITIVES,
     SPIN_COUNT,
-    settle_environment,
+    configure_environment,
 )
 
 VARIABLES = (
@@ -39,7 +39,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def settled(name: str) -> str | None:
-    settle_environment()
+    configure_environment()
     return os.environ.get(name)
 
 
@@ -114,7 +114,7 @@ def test_torch_keeps_its_own_runtime(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    settle_environment(processes)
+    configure_environment(processes)
     assert not loaded
     assert "KMP_BLOCKTIME" not in os.environ
     assert os.environ["GOMP_SPINCOUNT"] == variables.get("GOMP_SPINCOUNT", str(SPIN_COUNT))

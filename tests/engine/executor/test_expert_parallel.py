@@ -143,7 +143,7 @@ def test_experts_that_move_with_their_load_change_no_token(
         assert tokens == alone.tokens[rank][: len(tokens)]
 
 
-def test_moved_experts_outlast_a_sleep_and_a_new_group_begins_anew(
+def test_moved_experts_outlast_a_sleep_and_a_new_group_starts_over(
     world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint("qwen3-moe-many")

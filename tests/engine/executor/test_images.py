@@ -178,7 +178,7 @@ def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
     assert [each.tokens for each in rest] == [each.tokens[5:] for each in whole[2:]]
 
 
-def test_kv_tiers_tell_images_apart(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_kv_tiers_distinguish_images(checkpoint: SaveModel, tmp_path: Path) -> None:
     name = "smolvlm"
     model = checkpoint(name)
     tiers = {"kv_disk_tier_dir": str(tmp_path), "kv_disk_tier_bytes": 1 << 24}
@@ -301,7 +301,7 @@ def test_a_gemma_that_sees_nothing_reads(
     )
     executor = InProcessExecutor(config)
     assert executor.info.vision is None
-    assert "no images are taken with --long-prefill-token-threshold 8" in caplog.text
+    assert "images are not accepted with --long-prefill-token-threshold 8" in caplog.text
     executor.shutdown()
 
 
@@ -313,7 +313,7 @@ def test_a_mistral_without_transformers_reads(
     cache = CacheConfig(num_kv_blocks=30, block_size=8)
     executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
     assert executor.info.vision is None
-    assert "no images are taken with a vision encoder of transformers" in caplog.text
+    assert "images are not accepted with a vision encoder of transformers" in caplog.text
     executor.shutdown()
 
 

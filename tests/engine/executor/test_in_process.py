@@ -79,7 +79,7 @@ def plan(tokens: list[int], start: int = 0, count: int | None = None) -> BatchPl
     return BatchPlan(0, starting, blocks, [1], [start], [count or len(tokens)], [True])
 
 
-def test_info_tells_what_was_found(settings: MakeConfig) -> None:
+def test_info_reports_what_was_found(settings: MakeConfig) -> None:
     messages: list[str] = []
     executor = InProcessExecutor(settings(), progress=messages.append)
     info = executor.info

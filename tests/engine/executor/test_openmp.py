@@ -14,15 +14,15 @@ ASK = """
 import ctypes, json, os, sys
 if sys.argv[2] == "torch first":
     import torch
-from engine.executor.environment import settle_environment
+from engine.executor.environment import configure_environment
 if sys.argv[2] == "forked":
-    settle_environment(0)
+    configure_environment(0)
     import torch
     if os.fork():
         os.wait()
         os._exit(0)
-settle_environment(0)
-settle_environment(0)  # a second time changes nothing
+configure_environment(0)
+configure_environment(0)  # a second time changes nothing
 import torch
 torch.set_num_threads(3)
 torch.ones(1 << 20).sin_()

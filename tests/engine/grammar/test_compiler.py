@@ -22,7 +22,7 @@ def until_cached(compiler: GrammarCompiler, number: int) -> None:
     until(lambda: gc.collect() >= 0 and compiler.num_cached == number, f"{number} are kept")
 
 
-def test_a_grammar_is_compiled_once_for_all_who_ask(
+def test_a_grammar_is_compiled_once_for_all_requests(
     compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
     first = compiler.request(RegexGrammar("[a-z]+"))

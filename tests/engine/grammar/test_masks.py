@@ -250,7 +250,9 @@ def test_reasoning_that_does_not_end_leaves_room_for_the_form(table: GrammarTabl
     assert proposed[7] == [drawn[7]]
 
 
-def test_who_would_end_inside_the_reasoning_ends_the_reasoning(table: GrammarTable) -> None:
+def test_a_sequence_that_would_end_inside_the_reasoning_ends_the_reasoning(
+    table: GrammarTable,
+) -> None:
     start(table, 0, FORM, after="]")
     start(table, 1, FORM)
     masks = table.masks([1, 0])

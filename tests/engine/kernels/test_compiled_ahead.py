@@ -121,7 +121,7 @@ def test_a_model_calls_what_was_compiled_ahead_of_it(
     }
 
 
-def test_a_compiler_that_fails_ahead_is_left_to_whoever_needs_the_kernel(
+def test_a_kernel_that_fails_to_compile_ahead_is_compiled_on_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: Kernel) -> None:

@@ -42,7 +42,7 @@ def test_rms_norm(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (4, 40), (2, 6), (24, 128)])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 200])
-def test_rms_norm_of_heads_beside_others(heads: int, head_dim: int, tokens: int) -> None:
+def test_rms_norm_of_heads_next_to_others(heads: int, head_dim: int, tokens: int) -> None:
     qkv = (torch.randn(tokens, heads + 3, head_dim) * 3).bfloat16()
     before, weight = qkv.clone(), torch.randn(heads, head_dim)
     result = KERNELS.rms_norm_heads(qkv[:, :heads], weight, EPS)

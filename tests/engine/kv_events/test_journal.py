@@ -164,7 +164,7 @@ def test_batches_are_numbered_and_can_be_had_again() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, SNAPSHOT])
-def test_who_asks_for_more_than_is_kept_gets_all_blocks_in_one_batch(start: int) -> None:
+def test_a_replay_of_dropped_batches_returns_all_blocks_in_one_batch(start: int) -> None:
     journal = Journal(0, 2)
     journal.add([stored(b"a"), stored(b"b", b"a")], 0)
     journal.add([BlockRemoved([b"b"], "CPU", 0)], 1)

@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_named(context: "zmq.Context[zmq.Socket[bytes]]"
         ("ipc:///run/kv", 2, "ipc:///run/kv_dp2"),
     ],
 )
-def test_each_engine_has_an_endpoint_of_its_own(endpoint: str, rank: int, expected: str) -> None:
+def test_each_engine_has_its_own_endpoint(endpoint: str, rank: int, expected: str) -> None:
     assert endpoint_of(endpoint, rank) == expected
 
 

@@ -177,7 +177,7 @@ def test_contents_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch)
     tiers.shutdown()
 
 
-def test_what_was_stored_before_a_reset_is_gone(tmp_path: Path) -> None:
+def test_a_reset_drops_stored_blocks(tmp_path: Path) -> None:
     store = Store()
     tiers = tiers_of(store)
     tiers.store(NAME, 3)

@@ -137,7 +137,7 @@ def test_an_image_whose_blocks_travel_is_encoded_once(
     assert decode.counters.kv_transfer_hits > 90
 
 
-def test_salts_and_adapters_are_told_apart(
+def test_salts_and_adapters_are_distinguished(
     prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     root = tmp_path / "adapters"

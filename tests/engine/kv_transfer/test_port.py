@@ -92,7 +92,7 @@ def offer(port: BlockPort, names: list[BlockName]) -> None:
         port.offer(MODEL + pack(name), lambda name=name: content_of(name))  # type: ignore[misc]
 
 
-def test_all_blocks_come_in_their_order_and_are_gone_then(ports: Ports) -> None:
+def test_all_blocks_arrive_in_order_and_are_then_dropped(ports: Ports) -> None:
     giving, taking = ports.open(1), ports.open(2)
     offer(giving, NAMES)
     pulled = ports.pull(taking, ports.source(1), NAMES)
@@ -113,7 +113,7 @@ def test_many_pulls_at_once_all_end_and_none_gets_what_another_asked_for(ports: 
         assert [name for name, _ in pulled.blocks] == share
 
 
-def test_who_wants_no_more_gets_no_more(ports: Ports) -> None:
+def test_a_consumer_that_stops_early_gets_no_more_blocks(ports: Ports) -> None:
     giving, taking = ports.open(1), ports.open(2)
     offer(giving, NAMES)
     pulled = Pulled()

@@ -62,7 +62,7 @@ def test_what_it_cannot_mean_is_refused_by_name(changed: dict[str, Any], named: 
 
 
 def test_two_ways_to_say_it_are_refused() -> None:
-    with pytest.raises(BadKvTransfer, match="leave all but one out"):
+    with pytest.raises(BadKvTransfer, match="give only one"):
         read(kv_role="both", prefill_engines=1)
 
 

@@ -69,7 +69,7 @@ def test_a_group_without_this_process_leaves_it_apart(
     assert membership.status == GroupStatus("apart", 2, HERE)
 
 
-def test_a_lost_group_is_told_with_its_number(membership: GroupMembership) -> None:
+def test_a_lost_group_is_reported_with_its_number(membership: GroupMembership) -> None:
     join(membership, 4)
     membership.lost()
     assert membership.status == GroupStatus("apart", 4, HERE)

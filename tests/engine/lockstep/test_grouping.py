@@ -28,7 +28,7 @@ def form(engines: list[Process], topology: int, ranks: list[int]) -> None:
         assert (state, assignment) == ("joined", [position, len(ranks), topology])
 
 
-def test_engines_meet_as_they_are_ordered_and_a_newer_order_frees_whoever_waits(
+def test_engines_join_as_ordered_and_a_newer_order_releases_waiting_ones(
     engines: list[Process],
 ) -> None:
     form(engines, 1, [0, 1])

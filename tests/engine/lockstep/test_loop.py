@@ -213,7 +213,7 @@ class Engine:
         """Whether it is paused with nothing left to compute or send."""
         core = self.core
         is_paused = self.wave.phase is Phase.PAUSED
-        return is_paused and not (core.steps.are_in_flight or core.has_requests)
+        return is_paused and not (core.steps.any_in_flight or core.has_requests)
 
     def _run(self) -> None:
         try:

@@ -231,7 +231,7 @@ def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() ->
     assert gather_due == [False, False, False, False, True, False]
 
 
-def test_who_leads_reports_the_end_of_waves() -> None:
+def test_the_leader_reports_the_end_of_waves() -> None:
     for rank, is_leader in ((0, False), (2, True)):
         wave = EngineWave(rank=rank, incarnation=7, phase=Phase.APART)
         wave.regroup(1, is_leader=is_leader)

@@ -36,7 +36,7 @@ def test_groups_of_published_models(
     windows=st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40),
     longest=st.integers(1, 100),
 )
-def test_each_layer_has_a_place_of_its_own_in_a_group_of_its_kind(
+def test_each_layer_has_its_own_index_in_a_group_of_its_kind(
     windows: list[int | None], longest: int
 ) -> None:
     found = divide(windows, longest)

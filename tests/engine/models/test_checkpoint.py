@@ -126,7 +126,7 @@ def test_integer_weights_are_refused(
         _ = SafetensorsCheckpoint(directory, spec).dtype
 
 
-def test_fingerprint_tells_weights_apart(
+def test_fingerprints_distinguish_weights(
     directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
 ) -> None:
     def fingerprint() -> str:

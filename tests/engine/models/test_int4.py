@@ -98,7 +98,7 @@ def test_what_is_fused_is_one_below_the_other() -> None:
     assert joined([*parts, _weights(16, 64, 1)]) is None
 
 
-def test_shapes_that_the_product_does_not_take_are_told() -> None:
+def test_shapes_that_the_product_does_not_support_are_reported() -> None:
     assert quantized(torch.randn(16, 40)) is None
     assert fits_int4(_weights(16, 64, 2))
     assert not fits_int4(_weights(8, 64, 2))

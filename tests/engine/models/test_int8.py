@@ -45,7 +45,7 @@ def test_error_is_that_of_rounding(
 
 
 @pytest.mark.usefixtures("in_8_bits")
-def test_each_output_and_each_token_has_a_range_of_its_own() -> None:
+def test_each_output_and_each_token_has_its_own_range() -> None:
     weight, x = torch.randn(40, 64), torch.randn(6, 64)
     weight *= torch.logspace(-4, 3, 40).unsqueeze(1)
     x *= torch.logspace(-3, 3, 6).unsqueeze(1)

@@ -31,7 +31,7 @@ class Parent(Module, finds_hooks=True):
         return doubled * self.weight
 
 
-def test_parts_that_are_replaced_are_found_anew() -> None:
+def test_replaced_parts_are_found_again() -> None:
     module = Parent()
     module.weight = weight_of(torch.full((2,), 3.0))
     module.child = nn.Identity()
@@ -63,7 +63,7 @@ def test_hooks_of_a_module_and_of_all_are_run() -> None:
     assert len(seen) == 3
 
 
-def test_a_module_may_have_a_forward_of_its_own() -> None:
+def test_a_module_can_have_its_own_forward() -> None:
     module = Parent()
     module.child.forward = lambda x: x * 5
     assert module(torch.ones(2)).tolist() == [5, 5]

@@ -122,7 +122,7 @@ def test_a_stop_that_comes_as_the_engine_leaves_lets_it_clean_up(tmp_path: Path)
     assert (done.returncode, done.stdout) == (0, b"stopped\n")
 
 
-def test_who_has_left_is_not_asked_again() -> None:
+def test_front_ends_that_left_are_not_asked_again() -> None:
     again: list[float] = []
     early_stop = EarlyStop(again.append)
     with pytest.raises(SystemExit):

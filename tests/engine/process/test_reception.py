@@ -151,7 +151,7 @@ def test_lists_of_another_coordinator_are_ignored(joined: Reception) -> None:
     ]
 
 
-def test_what_the_loop_decides_is_told_at_once(joined: Reception) -> None:
+def test_decisions_of_the_loop_are_reported_immediately(joined: Reception) -> None:
     joined.handle(Tick(), 0.5)
     (register, *_) = joined.handle(Serve(SETUP), 0.6)
     assert register == Register(Ready("engine", RANK, INCARNATION, SETUP, None))
@@ -174,7 +174,9 @@ def test_an_engine_is_announced_once_its_front_ends_route_to_it(joined: Receptio
     assert Announce([]) not in joined.handle(Tick(), 1.1), "it is said once"
 
 
-def test_an_engine_is_announced_after_the_grace_whoever_does_not_answer(joined: Reception) -> None:
+def test_an_engine_is_announced_after_the_grace_period_even_without_all_answers(
+    joined: Reception,
+) -> None:
     joined.handle(Serve(SETUP), 1.0)
     assert Announce([0]) in joined.handle(Tick(), 1.0 + GRACE)
 
@@ -186,7 +188,7 @@ def test_requests_and_orders_go_to_the_loop(joined: Reception) -> None:
     assert joined.handle(order, 0.1) == [Supersede(4), Deliver(order)], "whoever waits is freed"
 
 
-def test_a_restarted_coordinator_is_told_the_newest_wave(joined: Reception) -> None:
+def test_a_restarted_coordinator_learns_the_newest_wave(joined: Reception) -> None:
     joined.note_wave(12)
     joined.note_wave(11)
     (hello, *_) = joined.handle(HeartbeatAck(known=False, epoch=EPOCH), 1.0)
@@ -225,7 +227,7 @@ def test_an_engine_that_starts_knows_the_newest_sheet_of_adapters() -> None:
     assert reception.handle(other, 3.0) == []
 
 
-def test_what_an_engine_has_is_told_at_once_and_to_a_coordinator_that_starts_again() -> None:
+def test_an_engines_adapters_are_reported_immediately_and_to_a_restarted_coordinator() -> None:
     reception = new_reception()
     reception.handle(welcome(), 0.0)
     reception.handle(Serve(SETUP), 0.1)

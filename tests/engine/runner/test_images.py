@@ -157,7 +157,7 @@ def test_tokens_of_images_of_gemma_get_the_same_bits_behind_a_cached_part_of_it(
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-vision"])
-def test_texts_get_the_same_bits_beside_sequences_with_images(
+def test_texts_get_the_same_bits_next_to_sequences_with_images(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model, plain = checkpoint(name), text(prompt, 31)

@@ -239,7 +239,7 @@ def test_a_suspect_runs_alone_with_its_adapter(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_more_urgent_requests_of_other_adapters_do_not_preempt_in_vain(make_rig: MakeRig) -> None:
+def test_more_urgent_requests_of_other_adapters_do_not_preempt_uselessly(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_num_seqs=2, scheduling_policy="priority")
     rig.add(1, range(5), adapter=ONE, priority=5, max_tokens=20)
     rig.add(2, range(5), adapter=ONE, priority=5, max_tokens=20)

@@ -12,7 +12,7 @@ def names(*numbers: int) -> bytes:
     return b"".join(digest(number)[:8] for number in numbers)
 
 
-def test_who_knows_nothing_gets_all_names_and_then_what_has_changed() -> None:
+def test_the_first_query_gets_all_names_and_later_ones_the_changes() -> None:
     there = [digest(1), digest(2)]
     log = BlockLog(there)
     assert log.since(ALL_BLOCKS) == BlockChanges(ALL_BLOCKS, 0, names(1, 2), b"")
@@ -34,7 +34,7 @@ def test_of_several_changes_of_a_block_the_last_counts() -> None:
     assert log.since(0) == BlockChanges(0, 6, names(2), names(1))
 
 
-def test_who_is_late_or_knows_of_what_never_was_gets_all_names() -> None:
+def test_outdated_or_impossible_queries_get_all_names() -> None:
     there = [digest(9)]
     log = BlockLog(there, max_changes=2)
     for number in range(3):
@@ -45,7 +45,7 @@ def test_who_is_late_or_knows_of_what_never_was_gets_all_names() -> None:
     assert log.since(1) == BlockChanges(1, 3, names(2, 1), b"")
 
 
-def test_after_a_reset_all_names_are_told() -> None:
+def test_after_a_reset_all_names_are_sent() -> None:
     there = [digest(1)]
     log = BlockLog(there)
     there.clear()

@@ -152,7 +152,7 @@ def test_the_first_tokens_of_others_do_not_wait_for_the_next_part_of_a_long_prom
     finish(rig)
 
 
-def test_newcomers_without_end_do_not_starve_whoever_waits(make_rig: MakeRig) -> None:
+def test_endless_newcomers_do_not_starve_waiting_requests(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=1, num_kv_blocks=64)
     for id in range(3):
         rig.add(id, prompt(30, id), max_tokens=1, tenant=HOG)
@@ -218,7 +218,7 @@ def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> 
     assert shares.quota().take(HOG, 500) == 500, "nobody else is there"
 
 
-def test_whoever_waits_for_the_prompts_of_others_gets_on_as_fast_as_without_them() -> None:
+def test_tenants_that_wait_for_prompts_of_others_progress_as_fast_as_without_them() -> None:
     shares = in_debt(100)
     computed = 0
     for _ in range(200):
@@ -285,7 +285,7 @@ def test_an_urgent_request_goes_before_tenants_that_had_less(make_rig: MakeRig) 
 # -- slots and blocks -----------------------------------------------------------------------------
 
 
-def test_whoever_holds_all_slots_gives_some_to_another_tenant(make_rig: MakeRig) -> None:
+def test_a_tenant_that_holds_all_slots_yields_some_to_another(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=256)
     for id in range(40):
         rig.add(id, prompt(4, id), max_tokens=90, tenant=HOG)
@@ -297,7 +297,7 @@ def test_whoever_holds_all_slots_gives_some_to_another_tenant(make_rig: MakeRig)
     finish(rig)
 
 
-def test_whoever_holds_all_blocks_gives_some_to_another_tenant(make_rig: MakeRig) -> None:
+def test_a_tenant_that_holds_all_blocks_yields_some_to_another(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=128)
     for id in range(10):
         rig.add(id, prompt(24, id), max_tokens=60, tenant=HOG)

@@ -97,7 +97,7 @@ def test_the_budget_is_enough_for_the_largest_image(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_an_image_beyond_the_budget_has_a_step_of_its_own(make_rig: MakeRig) -> None:
+def test_an_image_beyond_the_budget_has_its_own_step(make_rig: MakeRig) -> None:
     rig = make_rig(vision=VISION, max_num_encoder_tokens=8)
     small = [image(number, 0, side=4) for number in (1, 2, 4, 5, 6)]
     add(rig, 1, *small[:2], image(3, 0), *small[2:], 1)
@@ -342,7 +342,7 @@ def test_images_that_overlap_are_refused(rig: Any) -> None:
     tokens, (first,) = prompt(image(1, 0), 8)
     answer = rig.add(1, tokens, images=[first, first])
     assert answer.error == (
-        "encoder_inputs[1]: it begins at token 0, before the end of what is before it"
+        "encoder_inputs[1]: it begins at token 0, before the end of the previous one"
     )
 
 

@@ -34,7 +34,7 @@ def run_noting_rows(rig: Any, depth: int) -> list[tuple[int, set[int]]]:
         if not rig.scheduler.has_work:
             return noted
         plan = rig.schedule()
-        noted.append((rig.scheduler.alone, rows_of(rig, plan)))
+        noted.append((rig.scheduler.exclusive_request, rows_of(rig, plan)))
         if not plan.slots or len(rig.in_flight) >= depth:
             rig.update()
             while rig.in_flight and not rig.in_flight[0][0].slots:
@@ -43,7 +43,7 @@ def run_noting_rows(rig: Any, depth: int) -> list[tuple[int, set[int]]]:
 
 
 @pytest.mark.parametrize(("depth", "speculative_ngram"), [(1, 0), (2, 0), (1, 3)])
-def test_nobody_is_computed_beside_a_suspect(
+def test_nothing_is_computed_together_with_a_suspect(
     make_rig: MakeRig, depth: int, speculative_ngram: int
 ) -> None:
     rig = make_rig(speculative_ngram=speculative_ngram, max_num_batched_tokens=8)
@@ -72,11 +72,11 @@ def test_a_suspect_is_announced_only_when_the_steps_of_others_have_landed(
     rig.schedule()
     add_suspect(rig, 9)
     rig.schedule()
-    assert rig.scheduler.alone == 0
+    assert rig.scheduler.exclusive_request == 0
     for _ in range(3):
         rig.update()
     plan = rig.schedule()
-    assert rig.scheduler.alone == 9
+    assert rig.scheduler.exclusive_request == 9
     assert not plan.slots
     assert rows_of(rig, rig.schedule()) == {9}
     while rig.in_flight:
@@ -136,7 +136,7 @@ def test_a_suspect_that_is_aborted_leaves_the_others_to_go_on(make_rig: MakeRig)
         for _ in range(steps):
             rig.step()
         rig.scheduler.abort([9])
-        assert rig.scheduler.alone == 0
+        assert rig.scheduler.exclusive_request == 0
         del rig.requests[9], rig.tokens[9]
         rig.run()
         rig.assert_complete()
@@ -177,7 +177,7 @@ def test_the_grammar_of_a_suspect_is_compiled_within_its_turn(
     assert not grammars.asked
     assert not rig.step().slots
     assert len(grammars.asked) == 1
-    assert rig.scheduler.alone == 9
+    assert rig.scheduler.exclusive_request == 9
     assert not rig.scheduler.needs_step, "others wait, and the loop has to sleep"
     grammars.asked[0].settled, grammars.asked[0].error = True, error
     answers = rig.scheduler.queue_compiled()
@@ -186,5 +186,5 @@ def test_the_grammar_of_a_suspect_is_compiled_within_its_turn(
         rig.update()
         return
     assert [answer.error for answer in answers[0]] == [error]
-    assert rig.scheduler.alone == 0
+    assert rig.scheduler.exclusive_request == 0
     assert rows_of(rig, rig.schedule()) == {1}

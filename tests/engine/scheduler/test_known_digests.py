@@ -89,7 +89,7 @@ def test_what_is_known_is_bounded() -> None:
     assert known.beginning(chain(endless)[0], endless) == chain(endless)[:1]
 
 
-def test_who_is_asked_for_is_remembered_longest() -> None:
+def test_recently_used_digests_are_remembered_longest() -> None:
     known = KnownDigests(SIZE, max_tokens=100 * SIZE)
     often = [1] * 40 * SIZE
     known.remember(chain(often), often, 40)

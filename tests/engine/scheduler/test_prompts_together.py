@@ -82,7 +82,7 @@ class Engines:
     mixed=st.sampled_from([0.0, 5.0, 30.0]),
     lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
 )
-def test_no_step_takes_twice_as_long_for_prompts_whoever_sends_them(
+def test_no_step_takes_twice_as_long_for_prompts_of_any_tenant(
     tenants: int, streams: int, mixed: float, lengths: list[int]
 ) -> None:
     engine = Engines(tenants, streams, mixed=mixed)
@@ -125,7 +125,7 @@ def test_tenants_get_the_same_however_long_their_prompts_are(
     assert max(engine.computed) - min(engine.computed) <= LIMIT
 
 
-def test_an_occasional_short_prompt_is_not_cut_and_does_not_wait_for_whoever_had_more() -> None:
+def test_an_occasional_short_prompt_is_not_split_and_does_not_wait_for_heavier_tenants() -> None:
     engine = Engines(5, 4)
     lengths = [1000] * 4 + [0]
     waits = []

@@ -290,9 +290,7 @@ def test_thousands_of_busy_steps(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_nobody_is_preempted_who_is_in_the_draft_already(
-    make_rig: MakeRig, depth: int, policy: str
-) -> None:
+def test_planned_requests_are_not_preempted(make_rig: MakeRig, depth: int, policy: str) -> None:
     """Suspects and tenants start out of order; who gives way has to be who is planned last."""
     rng = random.Random(depth)
     traffic = Traffic(make_rig)

@@ -48,7 +48,7 @@ def test_a_decode_gets_a_block_exactly_when_its_last_one_is_full(make_rig: MakeR
     rig.assert_idle()
 
 
-def test_long_prompts_are_computed_in_chunks_beside_decodes(make_rig: MakeRig) -> None:
+def test_long_prompts_are_computed_in_chunks_together_with_decodes(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=8)
     rig.add(1, prompt(3), max_tokens=9)
     rig.step()
@@ -476,7 +476,7 @@ def test_the_description_of_a_plan_has_numbers_and_no_tokens(make_rig: MakeRig) 
 # -- long prompts ---------------------------------------------------------------------------------
 
 
-def test_a_threshold_leaves_room_beside_a_long_prompt(make_rig: MakeRig) -> None:
+def test_a_threshold_leaves_room_next_to_a_long_prompt(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=12, long_prefill_token_threshold=8)
     rig.add(1, prompt(20), max_tokens=2)
     rig.add(2, prompt(3, 100), max_tokens=2)

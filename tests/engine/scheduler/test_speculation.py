@@ -160,7 +160,7 @@ def misled(length: int, count: int, seed: int) -> list[int]:
     return [*pairs, *[4] * (length - len(pairs) - 1), 2]
 
 
-def test_what_is_unpredictable_is_drafted_no_longer_while_what_is_goes_on(
+def test_unpredictable_sequences_are_no_longer_drafted_while_predictable_ones_are(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(

@@ -41,7 +41,7 @@ def test_a_preemption_counts_as_what_it_interrupted() -> None:
     assert step(rig, 50.0, 60.0)[1].timing == RequestTiming(1.0, 1.0, 58.0, 1)
 
 
-def test_a_request_that_another_engine_began_is_timed_anew() -> None:
+def test_a_request_that_another_engine_began_is_timed_again() -> None:
     rig = Rig()
     rig.now = 5.0
     rig.add(1, [1, 2, 3], output=[7, 8], max_tokens=4)

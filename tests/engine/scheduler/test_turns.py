@@ -259,7 +259,7 @@ def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most
 
 
 @pytest.mark.parametrize("length", [3, 8, 64])
-def test_beams_that_come_anew_have_no_more_than_the_part_of_their_request(length: int) -> None:
+def test_resubmitted_beams_get_no_more_than_the_share_of_their_request(length: int) -> None:
     costs = with_dear_prompts(mixed=10)
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     streams = [running(id) for id in range(4)]

@@ -73,7 +73,7 @@ def test_a_grant_delays_prompts_but_cuts_none(make_whole: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_a_policy_is_told_of_the_prompts_that_the_step_holds(make_whole: MakeRig) -> None:
+def test_a_policy_gets_the_prompts_that_fit_the_step(make_whole: MakeRig) -> None:
     rig = make_whole()
     rig.add(1, range(40))
     rig.add(2, range(100, 130))

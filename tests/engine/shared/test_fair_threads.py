@@ -43,7 +43,7 @@ def test_turns_are_of_time_and_not_of_items() -> None:
     assert order == ["a0", "b0", "b1", "b2", "a1", "b3", "b4", "b5", "a2"]
 
 
-def test_who_comes_late_has_nothing_to_catch_up_on() -> None:
+def test_late_tenants_get_no_compensation() -> None:
     queue: FairQueue[str] = FairQueue(100, 50)
     for number in range(3):
         queue.push(1, f"a{number}")

@@ -104,7 +104,7 @@ def test_texts_end_with_a_token_where_the_file_says_so() -> None:
     assert made(**both).encode("ab", add_special_tokens=False).tokens == [SPACE, "ab"]
 
 
-def test_named_tokens_are_told() -> None:
+def test_named_tokens_are_reported() -> None:
     found = {f"tokenizer.ggml.{key}": value for key, value in sentence_piece().items()}
     assert special_tokens(found) == {"bos_token": "<s>", "unk_token": "<unk>"}
 

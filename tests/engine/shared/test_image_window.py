@@ -72,7 +72,7 @@ def test_an_engine_that_lost_a_message_says_so() -> None:
         max_size=40,
     )
 )
-def test_an_engine_has_what_is_left_out_whatever_is_sent_and_however_often_it_begins_anew(
+def test_an_engine_always_has_the_omitted_images(
     course: list[str | list[int]],
 ) -> None:
     front_end, engine = ImageWindow(ROOM), ImageWindow(ROOM)

@@ -53,7 +53,7 @@ def test_frames_survive_any_cutting(size: int) -> None:
     assert messages == [ChildProgress("phase " * n) for n in range(5)]
 
 
-def test_a_supervisor_that_is_gone_is_an_error_not_a_hang() -> None:
+def test_an_exited_supervisor_is_an_error_not_a_hang() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
     with pytest.raises(EOFError):

@@ -91,7 +91,7 @@ def test_a_key_that_is_added_while_it_runs_is_accepted_and_connections_stay(
         assert pull.recv() == b"still there"
 
 
-def test_who_connects_uses_the_key_that_the_file_has_then(context: Context, tmp_path: Path) -> None:
+def test_new_connections_use_the_current_key_of_the_file(context: Context, tmp_path: Path) -> None:
     pull = Node(tmp_path / "binder", NEW).transport(context).bind(zmq.PULL, "tcp://127.0.0.1:*")
     node = Node(tmp_path / "node", OLD)
     transport = node.transport(context)
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     pull = transport.bind(zmq.PULL, "tcp://127.0.0.1:*")
     node.show("short")
     transport.maintain()
-    assert "stay as they were" in caplog.text
+    assert "keeping the old cluster keys" in caplog.text
     assert arrives(pull, bound_address(pull, "127.0.0.1"), OLD)
 
 

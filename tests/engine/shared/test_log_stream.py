@@ -69,7 +69,7 @@ def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], Log
     assert read.endswith(b"on we go\n")
 
 
-def test_a_reader_that_has_gone_raises_nothing() -> None:
+def test_an_exited_reader_raises_nothing() -> None:
     reading, writing = os.pipe()
     with LogStream(writing) as stream:
         os.close(reading)

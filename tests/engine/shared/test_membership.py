@@ -124,7 +124,7 @@ def test_ready_is_sent_at_once_and_repeated_as_the_heartbeat() -> None:
     assert member.tick(1.3) == [Ready("engine", 3, 42, SETUP)]
 
 
-def test_a_coordinator_that_forgot_the_member_is_told_everything_again() -> None:
+def test_a_coordinator_that_does_not_know_the_member_gets_everything_again() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     member.tick(0.0)
     member.receive(welcome(epoch=1, wave=5))
@@ -170,7 +170,7 @@ def test_a_member_says_that_its_number_was_given_to_it_and_hears_that_another_ha
     assert member.receive(refused) == Rejected("wait", replaced=True)
 
 
-def test_where_a_member_stands_with_its_group_is_told_at_once_and_in_every_heartbeat() -> None:
+def test_group_status_is_reported_immediately_and_in_every_heartbeat() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     member.tick(0.0)
     member.receive(welcome(epoch=1))

@@ -112,7 +112,7 @@ def test_shared_files_that_a_cleaner_removed_are_the_same_files_again(tmp_path: 
     assert not node.path.exists()
 
 
-def test_a_directory_made_anew_is_locked_again(tmp_path: Path) -> None:
+def test_a_recreated_directory_is_locked_again(tmp_path: Path) -> None:
     with NodeDirectory(str(tmp_path / "node")) as node:
         shutil.rmtree(node.path)
         node.keep()

@@ -48,7 +48,7 @@ def test_a_member_that_comes_back_within_the_grace_stays() -> None:
     assert roster.expire(now=100) == []
 
 
-def test_the_grace_of_a_missing_member_begins_anew_when_it_is_heard() -> None:
+def test_the_grace_period_of_a_missing_member_restarts_when_it_is_heard() -> None:
     roster: Roster[Member] = Roster(grace=5)
     roster.update(1, {0: Member(10), 1: Member(11)}, now=0)
     roster.update(2, {}, now=1)

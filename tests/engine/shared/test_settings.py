@@ -86,16 +86,14 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
         ("nonsense", "unknown setting nonsense$"),
     ],
 )
-def test_a_misspelt_key_of_a_file_is_told_what_may_have_been_meant(
-    tmp_path: Path, key: str, meant: str
-) -> None:
+def test_a_misspelt_key_of_a_file_gets_a_suggestion(tmp_path: Path, key: str, meant: str) -> None:
     file = tmp_path / "swell.yaml"
     file.write_text(f"{key}: 1\n")
     with pytest.raises(SettingsError, match=meant):
         load([], {}, file)
 
 
-def test_a_misspelt_variable_is_told_and_one_of_another_program_is_not() -> None:
+def test_a_misspelt_variable_is_reported_and_one_of_another_program_is_not() -> None:
     environment = ["SWELL_MAX_NUM_SEQ", "SWELL_BLOCK_SIZE", "SWELL_SERVICE_HOST", "MAX_NUM_SEQ"]
     told = list(settings.misspelt_variables(environment, settings.settings_of(EngineConfig)))
     assert told == [

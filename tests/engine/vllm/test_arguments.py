@@ -58,7 +58,7 @@ def test_settings_that_both_have_go_by_their_names_and_defaults_are_the_engines(
         ),
     ],
 )
-def test_settings_that_a_vllm_engine_would_not_heed_are_refused(
+def test_settings_that_a_vllm_engine_would_ignore_are_refused(
     config: EngineConfig, flag: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{flag} .*needs --engine-backend swell"):

@@ -195,7 +195,7 @@ def test_the_time_to_come_again_follows_from_the_measured_drain_rate() -> None:
     assert 20 < refused.value.retry_after <= LONGEST_RETRY_AFTER
 
 
-def test_the_drain_rate_forgets_what_is_long_ago() -> None:
+def test_the_drain_rate_forgets_old_samples() -> None:
     rate = DrainRate()
     assert rate.seconds_for(10, 0.0, 0) == 0.0
     for second in range(11):
@@ -240,7 +240,7 @@ class TestOverHttp:
 
         return asyncio.run(asyncio.wait_for(run(), 60))
 
-    def test_too_many_are_told_when_to_come_again_and_leave_nothing_behind(
+    def test_excess_requests_get_a_retry_after_and_leave_nothing_behind(
         self, app: Any, engines: Any, http: Any
     ) -> None:
         answers = self.fill(app, engines, 9)

@@ -57,7 +57,7 @@ def test_one_tenant_does_not_fill_the_node() -> None:
     admission.reserve(1, 1, 0.0, 100)
 
 
-def test_a_tenant_of_its_own_has_the_whole_node() -> None:
+def test_a_lone_tenant_has_the_whole_node() -> None:
     assert fill(node(several=False), 0) == 32
 
 

@@ -65,7 +65,7 @@ class TestWho:
         assert owner is not None
         assert owner.name == "key-2", "who knows a digest can try keys until one fits"
 
-    def test_users_are_told_apart_only_on_the_operators_word(self) -> None:
+    def test_users_are_distinguished_only_if_the_operator_enables_it(self) -> None:
         key = named_tenant("gateway")
         assert tenancy("k").tenant(key, "ann") == key
         by_user = tenancy("k", tenant_by="user")
@@ -75,7 +75,7 @@ class TestWho:
         assert by_user.tenant(named_tenant("other"), "ann").id != ann.id
         assert ann.slot != bob.slot
 
-    def test_engines_are_told_whose_a_request_is(
+    def test_engines_get_the_tenant_of_a_request(
         self, app: Any, http: Any, engines: Any, config: FrontEndConfig
     ) -> None:
         http.complete()
@@ -87,7 +87,7 @@ class TestOverHttp:
     def config(self) -> FrontEndConfig:
         return config_of("ann", "bob")
 
-    def test_engines_are_told_which_key_a_request_came_with(self, http: Any, engines: Any) -> None:
+    def test_engines_get_the_key_of_a_request(self, http: Any, engines: Any) -> None:
         for key in ("ann", "bob", "ann"):
             body = {"prompt": "x", "n": 2}
             assert http.post("/v1/completions", body, headers=bearer(key)).status_code == 200

@@ -108,7 +108,7 @@ def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_en
     cluster.reserve(second, 3, SEARCH)
 
 
-def test_only_what_is_new_is_told_and_no_more_than_a_view_holds() -> None:
+def test_only_changes_are_reported_and_no_more_than_a_view_holds() -> None:
     cluster = Cluster(1)
     node, remote_tenants = cluster.admission(0, max_sequences_per_key=4), cluster.remote_tenants[0]
     held = [cluster.reserve(node, slot, slot) for slot in range(MAX_TENANTS + 5)]
@@ -126,7 +126,7 @@ def test_only_what_is_new_is_told_and_no_more_than_a_view_holds() -> None:
     assert notice.tenants == []
 
 
-def test_a_coordinator_of_the_release_before_is_told_nothing() -> None:
+def test_a_coordinator_of_the_previous_release_gets_no_reports() -> None:
     cluster = Cluster(1)
     cluster.publish(counted=False)
     cluster.reserve(cluster.admission(0, max_sequences_per_key=4), 3, SEARCH)

@@ -11,7 +11,7 @@ def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def test_tools_are_told_of_behind_the_system_message() -> None:
+def test_tools_are_described_after_the_system_message() -> None:
     turns = with_tools_as_text([turn("system", "Be brief."), turn("user", "hello")], [WEATHER])
     assert [each["role"] for each in turns] == ["system", "user"]
     assert turns[0]["content"].startswith("Be brief.\n\nYou can call functions.")

@@ -81,7 +81,9 @@ def test_a_form_holds_in_the_channel_that_it_is_for(
 
 
 @pytest.mark.parametrize("template", [NO_TOOLS])
-def test_a_model_whose_template_knows_no_tools_is_told_of_them(http: Any, engines: Any) -> None:
+def test_tools_are_described_to_models_whose_template_does_not_render_them(
+    http: Any, engines: Any
+) -> None:
     engines.context = 4096
     engines.script = engines.answer('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     (choice,) = http.chat(

@@ -128,7 +128,7 @@ def test_choices_draw_with_their_own_seeds(http: Any, engines: Any) -> None:
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
 
 
-def test_engines_are_told_which_sequences_are_of_one_request(http: Any, engines: Any) -> None:
+def test_engines_know_which_sequences_belong_to_one_request(http: Any, engines: Any) -> None:
     http.complete(prompt=["hello", "world"], n=2)
     http.complete(prompt="hello")
     first, *others, alone = engines.streams
@@ -136,7 +136,7 @@ def test_engines_are_told_which_sequences_are_of_one_request(http: Any, engines:
     assert first.group == alone.group == 0
 
 
-def test_streamed_choices_are_told_apart(http: Any, engines: Any) -> None:
+def test_streamed_choices_are_distinguished(http: Any, engines: Any) -> None:
     events = http.stream("/v1/completions", {"prompt": ["hello", "world"], "n": 2})
     texts = dict.fromkeys(range(4), "")
     for event in events:
@@ -221,7 +221,7 @@ def test_a_default_of_max_tokens_is_cut_to_what_fits(http: Any, engines: Any) ->
     assert engines.streams[0].sampling.max_tokens == 5
 
 
-def test_long_prompts_are_tokenized_beside_the_event_loop(http: Any, engines: Any) -> None:
+def test_long_prompts_are_tokenized_off_the_event_loop(http: Any, engines: Any) -> None:
     engines.context = 100_000
     text = "hello world, " * 1000
     http.complete(prompt=text)
@@ -303,6 +303,6 @@ def test_each_token_has_its_own_score_first(http: Any) -> None:
         assert alternatives is None or next(iter(alternatives)) == token
 
 
-def test_a_missing_prompt_may_be_told_of_in_one_sentence(http: Any) -> None:
+def test_a_missing_prompt_is_reported_in_one_sentence(http: Any) -> None:
     error = http.post("/v1/completions", {"prompt": 7}).json()["error"]
     assert error["message"] == "prompt: must be a string, or an array"

@@ -70,7 +70,7 @@ def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
             sent.append(message)
             await send(message)
 
-        await http._app(scope, receive, noted)
+        await http.app(scope, receive, noted)
 
     given = [[index + 1] for index in range(40)]
     answer = Http(app).post("/v1/embeddings", {"input": given})  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_base64_holds_float32_numbers(pooling_http: Pooling) -> None:
         assert found == [vector_of([5, 6]), vector_of([7])]
 
 
-def test_engines_are_told_what_is_wanted(
+def test_engines_get_the_pooling_parameters(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     http = pooling_http(dimensions=(4, 8))
@@ -182,8 +182,10 @@ def test_dimensions_are_those_that_the_model_was_trained_for(pooling_http: Pooli
     def ask(size: int) -> dict[str, Any]:
         return {"input": [1], "dimensions": size}
 
-    refused(pooling_http(), "/v1/embeddings", ask(4), "dimensions", "not trained to be cut")
-    refused(pooling_http(dimensions=(4,)), "/v1/embeddings", ask(5), "dimensions", "have 4 numbers")
+    refused(pooling_http(), "/v1/embeddings", ask(4), "dimensions", "cannot be shortened")
+    refused(
+        pooling_http(dimensions=(4,)), "/v1/embeddings", ask(5), "dimensions", "have 4 dimensions"
+    )
     refused(pooling_http(dimensions=()), "/v1/embeddings", ask(9), "dimensions", "1 to 8")
     assert pooling_http(dimensions=()).post("/v1/embeddings", ask(3)).status_code == 200
 
@@ -442,7 +444,7 @@ def test_what_a_key_may_have_at_once_holds(
     assert http.post("/v1/embeddings", {"input": [[1]] * 2}).status_code == 200
 
 
-def test_what_engines_say_against_an_input_is_told(
+def test_errors_of_engines_about_an_input_are_returned(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     http = pooling_http()

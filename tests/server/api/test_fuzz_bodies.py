@@ -68,7 +68,7 @@ def apps(
     tmp_path: Path,
 ) -> Iterator[dict[str, FastAPI]]:
     """An app for each kind of model."""
-    made = {kind: pooling_http(config, **fields)._app for kind, fields in KINDS.items()}
+    made = {kind: pooling_http(config, **fields).app for kind, fields in KINDS.items()}
     store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
     services = make_services(
         config, engines, tokenizer_with(backend, TEMPLATE), FrontEndMetrics(config), store=store

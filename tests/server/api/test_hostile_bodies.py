@@ -48,6 +48,9 @@ def test_every_field_of_every_operation_is_attacked(whole_app: FastAPI) -> None:
         names = [body.name for body in bodies(schema, document, operations[path].rights)]
         for field in fields_of(schema, document):
             assert any(name.startswith(field) for name in names), f"{path}: {field}"
+        if path == "/v1/messages":
+            deepest = "messages[].content[].content[].source.data: "
+            assert any(name.startswith(deepest) for name in names), "an image in a tool's result"
 
 
 def test_the_parts_of_the_attacks_are_all_of_them() -> None:

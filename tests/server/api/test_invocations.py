@@ -46,7 +46,9 @@ def test_invocations_cost_no_more_than_what_they_stand_for(http: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_ping_tells_whether_requests_can_be_served(http: Any, engines: Any, method: str) -> None:
+def test_a_ping_reports_whether_requests_can_be_served(
+    http: Any, engines: Any, method: str
+) -> None:
     assert http.request(method, "/ping").status_code == 200
     engines.ready = False
     assert http.request(method, "/ping").status_code == 503

@@ -110,7 +110,7 @@ def test_a_conversation_goes_on_at_any_front_end(
     ), "instructions are those of one response"
 
 
-def test_a_streamed_response_is_kept_before_its_end_is_told(client: openai.OpenAI) -> None:
+def test_a_streamed_response_is_stored_before_its_end_is_sent(client: openai.OpenAI) -> None:
     with client.responses.stream(model="tiny", input="one") as stream:
         final = stream.until_done().get_final_response()
     assert client.responses.retrieve(final.id).output_text == "hello world"
@@ -274,7 +274,7 @@ def events_of(client: openai.OpenAI, id_: str, **more: Any) -> list[Any]:
     return list(client.responses.retrieve(id_, stream=True, **more))
 
 
-def test_events_of_a_response_in_the_background_are_told_again(
+def test_events_of_a_background_response_can_be_replayed(
     client: openai.OpenAI, other: openai.OpenAI
 ) -> None:
     events = list(ask(client, "one", background=True, stream=True))
@@ -290,7 +290,7 @@ def test_events_of_a_response_in_the_background_are_told_again(
         client.get(f"/responses/{id_}?stream=true&starting_after=x", cast_to=dict)
 
 
-def test_who_hangs_up_can_go_on_listening_at_any_front_end(
+def test_a_disconnected_client_can_continue_listening_at_any_front_end(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     engines.script = lambda stream: []
@@ -308,7 +308,7 @@ def test_who_hangs_up_can_go_on_listening_at_any_front_end(
 
 
 @pytest.mark.parametrize("config", [HttpConfig(sse_keep_alive=0.2)], indirect=True)
-def test_who_listens_to_a_silent_response_gets_comments_that_are_not_kept(
+def test_followers_of_a_silent_response_get_comments_that_are_not_stored(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     answer = engines.answer("hello world")

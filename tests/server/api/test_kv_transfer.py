@@ -116,7 +116,7 @@ def test_engines_that_offer_nothing_over_tcp_are_not_asked_to(
     assert "--kv-role" in answer.json()["error"]["message"]
 
 
-def test_nothing_is_handed_on_by_an_engine_that_has_gone(
+def test_an_exited_engine_returns_no_transfer_parameters(
     http: Http, engines: FakeGenerationClient
 ) -> None:
     engines.offers = {3: engines.offers[0]}

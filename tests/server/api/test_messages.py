@@ -141,7 +141,7 @@ def test_an_answer_that_was_begun_goes_on(http: Any, engines: Any) -> None:
         ({"max_tokens": 50, "stop_sequences": ["world"]}, "stop_sequence", "world"),
     ],
 )
-def test_why_an_answer_ended_is_told(
+def test_the_reason_why_an_answer_ended_is_returned(
     http: Any, fields: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     answer = http.post("/v1/messages", {"model": "tiny", "messages": HELLO, **fields}).json()
@@ -261,3 +261,39 @@ def test_its_clients_keys_are_keys(client: "anthropic.Anthropic", http: Any) -> 
 
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model="tiny", max_tokens=5, messages=HELLO)
+
+
+def test_more_tool_results_and_calls_than_a_conversation_may_have_are_named(http: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": {}}
+    for blocks, role, field in (
+        ([result] * 1000, "user", "messages[2].content[48]"),
+        ([call] * 129, "assistant", "messages[0].content[128]"),
+    ):
+        turns = [{"role": role, "content": blocks}] * 3
+        answer = http.post("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": turns})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_demanded_tool_that_has_been_removed_is_refused_as_such(http: Any, choice: Any) -> None:
+    tool = {"type": "tool_reference", "name": "get_weather"}
+    removal = {"role": "system", "content": [{"type": "tool_removal", "tool": tool}]}
+    body = {"messages": [*HELLO, removal, *HELLO], "tools": [WEATHER, SEARCH]}
+    answer = http.post(
+        "/v1/messages", {"model": "tiny", "max_tokens": 9, "tool_choice": choice, **body}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "tool_choice: a tool_removal has removed 'get_weather'"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_conversation_of_hosted_blocks_only_is_refused(http: Any, path: str) -> None:
+    turn = {"role": "user", "content": [{"type": "web_search_tool_result", "content": []}]}
+    limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+    answer = http.post(path, {"model": "tiny", "messages": [turn], **limit})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages: ")

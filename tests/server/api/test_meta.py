@@ -33,7 +33,7 @@ def test_a_living_process_is_healthy_also_without_engines(http: Any, engines: An
     assert http.get("/v1/models").json()["data"][0]["max_model_len"] is None
 
 
-def test_the_version_is_told(http: Any) -> None:
+def test_the_version_is_returned(http: Any) -> None:
     assert http.get("/version").json() == {"version": SWELL_VERSION, "protocol": PROTOCOL_VERSION}
 
 

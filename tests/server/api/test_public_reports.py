@@ -74,7 +74,7 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
     ("a tool that a search found", beta({"type": "tool_reference", "tool_name": "Bash"}),
      "The tool Bash is available."),
     ("a PDF that a tool read", beta({"type": "document", "source": {"type": "base64"}}),
-     "[document omitted: only documents of plain text are read]"),
+     "[document omitted: only plain-text documents are supported]"),
     ("a text file", beta({"type": "document", "source": {"type": "text", "data": "abc"}}), "abc"),
     ("passages", beta({"type": "search_result", "source": "u", "title": "t",
                        "content": [{"type": "text", "text": "p"}]}), "t\nu\np"),

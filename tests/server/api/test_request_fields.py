@@ -42,7 +42,7 @@ def all_logprobs(http_of: Any) -> Any:
         ("/v1/chat/completions", {"messages": [USER]}),
     ],
 )
-def test_each_chunk_tells_its_usage_if_that_is_wanted(http: Any, path: str, body: Any) -> None:
+def test_each_chunk_has_its_usage_on_request(http: Any, path: str, body: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = http.stream(path, {**body, "max_tokens": 5, "stream_options": options})
     assert all(chunk["usage"] for chunk in chunks)
@@ -190,7 +190,7 @@ FORCED = {"type": "function", "function": {"name": "f"}}
         ("/v1/responses", {"input": "hello", "text": {"verbosity": "low"}}),
     ],
 )
-def test_a_chat_template_is_told_how_wordy_answers_shall_be(
+def test_a_chat_template_gets_the_verbosity(
     config: Any, engines: Any, backend: Any, path: str, body: dict[str, Any]
 ) -> None:
     tokenizer = tokenizer_with(backend, "{{ verbosity }}")
@@ -234,7 +234,7 @@ def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
-def test_the_first_chunk_tells_the_prompt(http: Any, engines: Any, options: Any) -> None:
+def test_the_first_chunk_contains_the_prompt(http: Any, engines: Any, options: Any) -> None:
     body = {"messages": [USER], "return_token_ids": True, "stream_options": options, "n": 2}
     chunks = [c for c in http.stream("/v1/chat/completions", body) if c["choices"]]
     shown = [chunk for chunk in chunks if "prompt_token_ids" in chunk]

@@ -7,9 +7,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.shared.messages import LarkGrammar
+from server.api.responses import schema
+from server.api.responses.tools import chosen, offered_tools
 from server.text.tokenizer import ServedTokenizer
 from tests.server.api.test_chat_tools import TEMPLATE, prompt_of
 from tests.server.conftest import tokenizer_with
+from tests.support.cpu_time import grows_no_faster_than_input
 
 G = {"type": "function", "name": "g", "parameters": {"type": "object", "properties": {}}}
 AGENTS = {"type": "namespace", "name": "agents_v1", "description": "d", "tools": [G]}
@@ -182,3 +185,43 @@ def test_a_compacted_conversation_goes_on_with_its_summary(http: Any, engines: A
         "<|user|>hi<|end|><|user|>A summary of the conversation so far:\nThey greeted.<|end|>"
         "<|user|>go on<|end|><|assistant|>"
     )
+
+
+def test_tools_of_all_items_are_bounded_together_and_named_where_they_are_too_many(
+    http: Any,
+) -> None:
+    found = [
+        {"type": "additional_tools", "tools": [{**G, "name": f"f{item}_{n}"} for n in range(100)]}
+        for item in range(11)
+    ]
+    answer = http.post("/v1/responses", {"model": "tiny", "input": found})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[10].tools"
+    spaces = [{**AGENTS, "name": f"n{item}", "tools": [G] * 600} for item in range(2)]
+    answer = http.post("/v1/responses", {"model": "tiny", "input": "hi", "tools": spaces})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+def test_a_turn_of_too_many_calls_is_named(http: Any) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}"}
+    answer = http.post("/v1/responses", {"model": "tiny", "input": [call] * 129})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[128]")
+
+
+def allowing(number: int) -> schema.ResponsesRequest:
+    """A request whose items repeat all of its tools, of which it allows each."""
+    tools = [{**G, "name": f"f{index}"} for index in range(number)]
+    items = [{"type": "additional_tools", "tools": [tool]} for tool in tools]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    body = {"input": items, "tools": tools, "tool_choice": choice}
+    return schema.ResponsesRequest.model_validate(body)
+
+
+def test_the_time_for_a_choice_of_tools_grows_with_their_number_and_no_faster() -> None:
+    half, whole = allowing(400), allowing(800)
+
+    def choose(request: schema.ResponsesRequest) -> None:
+        assert isinstance(request.tool_choice, schema.AllowedToolsChoice)
+        assert chosen(request.tool_choice, request, offered_tools(request, 0)) != "none"
+
+    grows_no_faster_than_input(lambda: choose(half), lambda: choose(whole))

@@ -172,7 +172,7 @@ def test_reasoning_text_and_calls_are_items(http: Any, engines: Any) -> None:
     ]
 
 
-def test_a_stream_tells_of_every_item_in_order(http: Any, engines: Any) -> None:
+def test_a_stream_has_events_for_every_item_in_order(http: Any, engines: Any) -> None:
     engines.script = engines.answer(EVERYTHING, cut=engines.random_cuts(1))
     events = stream(http, tools=[WEATHER, NOW])
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -193,7 +193,7 @@ def test_a_stream_tells_of_every_item_in_order(http: Any, engines: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stream_ends_with_the_response_it_told_of(http: Any, engines: Any, seed: int) -> None:
+def test_a_stream_ends_with_the_response_it_described(http: Any, engines: Any, seed: int) -> None:
     engines.script = engines.answer(EVERYTHING, cut=engines.random_cuts(seed))
     whole = respond(http, tools=[WEATHER, NOW])
     events = stream(http, tools=[WEATHER, NOW])
@@ -343,7 +343,7 @@ def test_a_last_turn_that_does_not_fit_is_too_long(http: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", ["whole", "tokens", "random"])
-def test_log_probabilities_are_those_of_the_text_beside_reasoning_and_calls(
+def test_log_probabilities_are_those_of_the_text_next_to_reasoning_and_calls(
     http: Any, engines: Any, cut: str
 ) -> None:
     sizes: dict[str, Any] = {"whole": lambda left: left, "random": engines.random_cuts(3)}

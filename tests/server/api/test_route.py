@@ -1,13 +1,16 @@
 """Path operations work with FastAPI: its router finds them and middleware sees them."""
 
+import asyncio
+import tracemalloc
 from typing import Annotated, Any
 
 import httpx
 import pytest
 from fastapi import Depends, FastAPI, Response
+from pydantic import AfterValidator
 from starlette.types import Receive, Scope, Send
 
-from server.api.route import ApiRoute
+from server.api.route import LARGE, ApiRoute, read_body
 from server.api.services import ServicesDep
 from server.config import FrontEndConfig, GuardConfig
 from server.http.call import Call
@@ -91,3 +94,38 @@ async def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:
             assert "content-length" in head.headers
             assert head.content == b""
         assert (await client.head("/v1/completions")).status_code == 405
+
+
+async def test_the_loop_serves_others_between_reading_a_large_body_and_using_it() -> None:
+    turns, turn_of_reading = 0, 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def note(text: str) -> str:
+        nonlocal turn_of_reading
+        turn_of_reading = turns
+        return text
+
+    class Note(RequestBody):
+        text: Annotated[str, AfterValidator(note)]
+
+    counting = asyncio.create_task(count())
+    await read_body(Note, b'{"text": "%b"}' % (b"a" * LARGE))
+    counting.cancel()
+    assert turns > turn_of_reading > 0
+
+
+async def test_a_large_field_is_copied_once_before_it_is_parsed() -> None:
+    class Picture(RequestBody):
+        url: str
+
+    body = b'{"url": "%b"}' % (b"a" * (1 << 23))
+    tracemalloc.start()
+    await read_body(Picture, body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * len(body), "the copy, and the text"

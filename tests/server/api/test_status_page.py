@@ -187,6 +187,24 @@ def test_the_playground_streams(
 
 
 @needs_chromium
+def test_the_page_of_an_embedding_model_compares_texts(
+    browser: Any, pooling_http: Any, engines: Any, served: Any
+) -> None:
+    engines.view = view(engine(0))
+    with served(pooling_http().app) as url:
+        browser.open(url)
+        browser.wait_until("document.getElementById('model').value === 'tiny'")
+        browser.run(
+            "document.getElementById('prompt').value = 'the quick fox\\nthe lazy dog';"
+            "document.getElementById('composer').requestSubmit()"
+        )
+        browser.wait_until("document.getElementById('facts').innerText !== ''")
+        assert text_of(browser, "#facts").startswith("Cosine similarities of 2 vectors")
+        browser.wait_until("document.getElementById('first-tile').hidden")
+        assert text_of(browser, "#token-title") == "Prompt tokens/s"
+
+
+@needs_chromium
 def test_a_conversation_goes_on_with_its_history_and_shows_markdown(
     browser: Any, app: Any, engines: Any, served: Any
 ) -> None:
@@ -278,7 +296,7 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
 
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_phone_and_breaks_no_rule_of_its_own(
+def test_the_page_fits_a_phone_and_follows_its_own_rules(
     browser: Any, app: Any, engines: Any, served: Any, dark: bool
 ) -> None:
     engines.view = view(*(engine(rank, running=3) for rank in range(3)))

@@ -138,7 +138,7 @@ def test_tensors_in_one_buffer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_parts_are_told_from_a_whole(is_open: bool) -> None:
+def test_partial_updates_are_distinguished_from_complete_ones(is_open: bool) -> None:
     engines = Engines()
     engines.is_open = is_open
     assert asyncio.run(transfer(engines).receive(UPDATE)) == is_open

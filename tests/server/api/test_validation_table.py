@@ -281,6 +281,12 @@ COMBINATIONS: list[Combination] = [
     ("chat", {"functions": []}, "functions"),
     ("chat", {"function_call": "auto"}, "function_call"),
     ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    *(("chat", {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "a", "strict": True, "schema": schema}}}, "response_format.json_schema.schema")
+        for schema in ({"type": "objec"}, {"type": "array", "uniqueItems": True})),
+    *(("chat", {"structured_outputs": {form: wrong}}, f"structured_outputs.{form}")
+        for form, wrong in (("regex", "[a-"), ("grammar", "?"), ("choice", []), ("json", "{"))),
     ("chat", {"tools": None, "tool_choice": "none"}, None),
     ("chat", {"tools": [], "tool_choice": "required"}, "tool_choice"),
     ("chat", {"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
@@ -393,7 +399,3 @@ def test_a_field_is_taken_or_blamed(
     assert named.startswith(blamed), error
     if endpoint == "responses":
         assert "messages[" not in error["message"], "chat completions have them, this API has not"
-
-
-def test_the_table_is_long_enough_to_be_worth_its_name() -> None:
-    assert len(list(cases())) > 300

@@ -48,7 +48,9 @@ def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
     assert second.endswith(',resources="CPU, GPU"} 1.0')
 
 
-def test_nothing_is_shown_if_none_waits_or_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_if_no_engine_waits_or_the_state_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(meta, "WITHIN", 0.001)
     for control in (
         None,

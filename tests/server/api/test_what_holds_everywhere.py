@@ -208,7 +208,7 @@ def counts(value: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hidden_counts_of_cached_tokens_are_told_nowhere(everywhere: Any, stream: bool) -> None:
+def test_hidden_counts_of_cached_tokens_appear_nowhere(everywhere: Any, stream: bool) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     for hides in (False, True):
         shown: dict[str, int] = {}

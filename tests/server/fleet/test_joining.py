@@ -128,7 +128,7 @@ def test_an_engine_that_spans_nodes_is_the_only_one(config: ServeConfig, reason:
                 "pipeline_parallel_size": 2,
                 "enable_expert_parallel": True,
             },
-            "does not go with --enable-expert-parallel",
+            "cannot be combined with --enable-expert-parallel",
         ),
         (
             {"nnodes": 2, "master_addr": "h", "data_parallel_size": 1},
@@ -152,7 +152,7 @@ def test_what_cannot_be_spread_over_nodes_is_refused(settings: dict[str, Any], r
 
 
 @pytest.mark.parametrize("given", ["data_parallel_rank", "data_parallel_start_rank"])
-def test_a_rank_of_another_node_without_headless_is_told_what_to_type(given: str) -> None:
+def test_a_rank_of_another_node_without_headless_gets_the_correct_flags(given: str) -> None:
     parallel = ParallelConfig(**{given: 1})  # type: ignore[arg-type]
     nodes = NodesConfig(data_parallel_address="10.0.0.1")
     with pytest.raises(BadNode, match=r"add --headless .* --coordinator 10\.0\.0\.1:7550"):

@@ -217,7 +217,7 @@ def scaler(kept: Keeper, engines: dict[int, Role], make: Callable[[int], Role]) 
     return EngineScaler(kept, engines, make, retire_within=5, start_within=PATIENCE)
 
 
-async def test_an_unexpected_error_while_scaling_is_told_and_not_the_end_of_scaling(
+async def test_an_unexpected_error_while_scaling_is_reported_and_scaling_continues(
     role: Role,
 ) -> None:
     made = [ValueError("a bug"), role]
@@ -304,7 +304,7 @@ async def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role
         await stop(kept, engine)
 
 
-async def test_a_wish_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
+async def test_a_request_for_fewer_engines_ends_the_wait_for_one_that_is_not_ready(
     role: Role, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(CHILD.replace('lifeline.ready("it serves")', ""))

@@ -34,7 +34,7 @@ def test_reports_go_out_when_they_are_due_and_when_something_changes() -> None:
     assert me.tick(changed, 1.6) is not None
 
 
-def test_a_wish_is_repeated_until_all_nodes_have_taken_it() -> None:
+def test_a_request_is_repeated_until_all_nodes_have_accepted_it() -> None:
     me = scaling()
     status = me.handle(ScaleEngines(5), OWN)
     assert (status.data_parallel_size, status.busy) == (5, True)

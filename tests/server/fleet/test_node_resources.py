@@ -51,7 +51,7 @@ def settings(bind: str = "auto", engines: int = 2) -> ServeConfig:
 
 
 @pytest.mark.usefixtures("large_machine")
-def test_engines_are_told_their_own_cpus_and_front_ends_what_is_left(tmp_path: Path) -> None:
+def test_engines_get_their_own_cpus_and_front_ends_the_rest(tmp_path: Path) -> None:
     backend = ProcessBackend(settings(), tmp_path)
     config = backend.joined.config
     launches = [backend.engine_role(config, place, numbered=True).launch(1) for place in range(3)]
@@ -126,7 +126,7 @@ def test_engines_on_ray_are_not_bound() -> None:
 
 
 @pytest.mark.slow  # starts a process
-def test_a_process_that_is_told_cpus_runs_on_them_alone(tmp_path: Path) -> None:
+def test_a_process_that_is_given_cpus_runs_only_on_them(tmp_path: Path) -> None:
     topology = read_topology()
     assert topology is not None
     asyncio.run(run_a_coordinator_on(topology.cpus[-1], tmp_path))

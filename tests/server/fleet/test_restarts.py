@@ -35,7 +35,7 @@ def test_failed_spawns_of_a_place_that_has_served_are_tried_for_ever_and_soon() 
 def test_a_replacement_is_tried_again_unless_it_says_that_this_is_hopeless() -> None:
     assert Restarts(proven=True).wait_after_failed_spawn() == FIRST_BACKOFF
     assert Restarts(proven=True).wait_after(0.1, was_ready=False) == FIRST_BACKOFF
-    assert Restarts(proven=True).wait_after(0.1, was_ready=False, hopeless=True) is None
+    assert Restarts(proven=True).wait_after(0.1, was_ready=False, is_permanent=True) is None
     seasoned = Restarts(proven=True)
     seasoned.wait_after(5.0, was_ready=True)
-    assert seasoned.wait_after(0.1, was_ready=False, hopeless=True) is not None
+    assert seasoned.wait_after(0.1, was_ready=False, is_permanent=True) is not None

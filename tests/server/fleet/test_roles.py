@@ -7,7 +7,7 @@ from server.config import ServeConfig
 from server.fleet.roles import coordinator_role, engine_role
 
 
-def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:
+def test_an_engine_gets_its_number_on_the_node_whatever_its_rank() -> None:
     config = ServeConfig(parallel=ParallelConfig(data_parallel_size_local=2))
     for start in (None, 6):
         parallel = msgspec.structs.replace(config.parallel, data_parallel_start_rank=start)
@@ -16,7 +16,7 @@ def test_an_engine_is_told_its_number_on_the_node_whatever_its_rank() -> None:
         assert [launch.config.parallel.number_on_node for launch in launches] == [0, 1]
 
 
-def test_only_the_first_coordinator_of_a_new_cluster_is_told_that_none_was_before() -> None:
+def test_only_the_first_coordinator_of_a_new_cluster_has_no_predecessors() -> None:
     for is_new, told in (True, [False, True, True]), (False, [True, True, True]):
         role = coordinator_role(ServeConfig(), is_new=is_new)
         assert [role.launch(each).has_predecessors for each in range(3)] == told

@@ -170,7 +170,7 @@ def test_a_long_text_has_the_tokens_that_it_has_at_once(
     assert found == (whole[-keep:] if cut and keep else whole, not cut)
 
 
-def test_many_short_prompts_are_tokenized_beside_the_event_loop(backend: Tokenizer) -> None:
+def test_many_short_prompts_are_tokenized_off_the_event_loop(backend: Tokenizer) -> None:
     tokenizer = Counting(backend)
     texts = [f"hello there, number {i} " * (i % 40) for i in range(2048)]
     found = asyncio.run(tokenizer.encode_many_async(texts, add_special_tokens=True))
@@ -179,7 +179,7 @@ def test_many_short_prompts_are_tokenized_beside_the_event_loop(backend: Tokeniz
     assert max(tokenizer.sizes) < 2**18
 
 
-def test_a_prompt_that_is_too_long_is_told_so(http: Any, engines: Any) -> None:
+def test_a_too_long_prompt_is_refused_with_the_reason(http: Any, engines: Any) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "hello " * 100_000}),
         ("/v1/completions", {"prompt": ["hello", "hello " * 100_000]}),

@@ -57,7 +57,7 @@ def test_scores_of_a_prompt_are_by_token_id(http: Any, engines: Any) -> None:
     assert http.complete()["choices"][0]["prompt_logprobs"] is None
 
 
-def test_scores_of_a_conversation_are_beside_the_choices(http: Any, engines: Any) -> None:
+def test_scores_of_a_conversation_are_next_to_the_choices(http: Any, engines: Any) -> None:
     answer = http.chat(prompt_logprobs=0, n=2)
     assert len(answer["prompt_logprobs"]) == len(engines.streams[0].prompt_token_ids)
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
@@ -106,7 +106,7 @@ def model(tmp_path: Path, backend: Tokenizer) -> Path:
     return tmp_path
 
 
-def test_defaults_are_read_from_the_model_unless_told_otherwise(model: Path) -> None:
+def test_defaults_are_read_from_the_model_unless_configured(model: Path) -> None:
     def load(source: str) -> SamplingDefaults:
         config = ModelConfig(model=str(model), generation_config=source)
         return ServedTokenizer.load(model, config).sampling_defaults

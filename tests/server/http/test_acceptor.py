@@ -36,7 +36,7 @@ def test_a_front_end_alone_has_no_neighbours(tables: list[AdmissionTable]) -> No
     alone.close()
 
 
-def test_a_share_is_large_beside_a_smaller_one(tables: list[AdmissionTable]) -> None:
+def test_a_share_is_large_compared_with_a_smaller_one(tables: list[AdmissionTable]) -> None:
     ours, theirs = ConnectionShare(tables[0]), ConnectionShare(tables[1])
     ours.changed(100)
     assert not ours.is_large  # no other front end accepts connections
@@ -50,7 +50,7 @@ def test_a_share_is_large_beside_a_smaller_one(tables: list[AdmissionTable]) -> 
     assert not ours.is_large  # so is an eighth more
 
 
-def test_who_leaves_gives_way_and_counts_no_more(tables: list[AdmissionTable]) -> None:
+def test_a_front_end_that_leaves_no_longer_counts(tables: list[AdmissionTable]) -> None:
     ours, theirs = ConnectionShare(tables[0]), ConnectionShare(tables[1])
     ours.changed(0)
     theirs.changed(50)
@@ -99,7 +99,7 @@ def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
     assert courtesy.gives_way(share_is_large=True)
 
 
-async def test_who_has_many_connections_leaves_new_ones_to_others(
+async def test_a_front_end_with_many_connections_leaves_new_ones_to_others(
     tables: list[AdmissionTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.http.listener.YIELD_SECONDS", 10 * PATIENCE)

@@ -12,7 +12,7 @@ from server.http.descriptors import room_for_connections
 SCRIPT = """
 import os, resource, sys
 from pathlib import Path
-from server.http.descriptors import make_room_for_descriptors
+from server.http.descriptors import grow_descriptor_table
 
 def table_size():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -21,7 +21,7 @@ def table_size():
 soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 before = os.listdir("/proc/self/fd")
-make_room_for_descriptors()
+grow_descriptor_table()
 assert os.listdir("/proc/self/fd") == before, "something was left open"
 print(table_size())
 """
@@ -57,7 +57,7 @@ def test_connections_leave_descriptors_for_everything_else() -> None:
 
 
 @pytest.mark.parametrize(("limit", "room"), [(256, 128), (1024, 768)])
-def test_a_limit_that_is_too_low_is_told(
+def test_a_limit_that_is_too_low_is_logged(
     limit: int, room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))

@@ -66,7 +66,7 @@ def test_an_unknown_model_is_answered_with_those_served(http: Any) -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role: is required"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_told_what_it_must_be(
+def test_the_error_of_a_wrong_value_states_what_it_must_be(
     http: Any, fields: dict[str, Any], message: str
 ) -> None:
     answer = http.post("/v1/chat/completions", {"model": "tiny", **HI, **fields})

@@ -102,9 +102,7 @@ def test_what_does_not_fit_says_by_how_much(http: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_engines_clients_are_told_to_come_back(
-    http: Any, engines: Any, stream: bool
-) -> None:
+def test_without_engines_clients_get_a_retry_after(http: Any, engines: Any, stream: bool) -> None:
     engines.ready = False
     response = http.post("/v1/completions", {"prompt": "x", "stream": stream})
     error_of(response, 503)

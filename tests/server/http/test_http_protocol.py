@@ -225,7 +225,7 @@ async def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: lis
         writer.close()
 
 
-async def test_who_keeps_sending_after_an_answer_is_cut_off(app: Any) -> None:
+async def test_a_client_that_keeps_sending_after_an_answer_is_disconnected(app: Any) -> None:
     async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
         endless = head(10**9).replace(b"/v1/completions", b"/nowhere")
         _, sent = await flood(port, endless, b"x" * 4096, most=2**25)
@@ -265,37 +265,29 @@ async def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_
 LARGE = b"x" * (4 * FrontEndConfig().guards.max_body_bytes)
 
 
-@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+ENDINGS = {
+    "sized": (head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE, b"413"),
+    "HTTP/1.0": (head(len(LARGE)).replace(b"1.1", b"1.0") + LARGE, b"413"),
+    "chunked": (
+        CHUNKED.replace(b"Host", b"Connection: close\r\nHost")
+        + b"%x\r\n%s\r\n0\r\n\r\n" % (len(LARGE), LARGE),
+        b"413",
+    ),
+    "large head": (b"GET /health HTTP/1.1\r\nX: " + LARGE, b"431"),
+    "no HTTP": (b"nonsense\r\n" + LARGE, b"400"),
+    "no chunk": (CHUNKED + b"nonsense\r\n" + LARGE, b"400"),
+    "small chunks": (CHUNKED + b"1\r\na\r\n" * 10**6, b"413"),
+    "large extension": (CHUNKED + b"1;" + LARGE, b"431"),
+}
+
+
 @pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE, b"413"),
-        (head(len(LARGE)).replace(b"1.1", b"1.0") + LARGE, b"413"),
-        (
-            CHUNKED.replace(b"Host", b"Connection: close\r\nHost")
-            + b"%x\r\n%s\r\n0\r\n\r\n" % (len(LARGE), LARGE),
-            b"413",
-        ),
-        (b"GET /health HTTP/1.1\r\nX: " + LARGE, b"431"),
-        (b"nonsense\r\n" + LARGE, b"400"),
-        (CHUNKED + b"nonsense\r\n" + LARGE, b"400"),
-        (CHUNKED + b"1\r\na\r\n" * 10**6, b"413"),
-        (CHUNKED + b"1;" + LARGE, b"431"),
-    ],
-    ids=[
-        "sized",
-        "HTTP/1.0",
-        "chunked",
-        "large head",
-        "no HTTP",
-        "no chunk",
-        "small chunks",
-        "large extension",
-    ],
+    ("kind", "secure"), [*((kind, False) for kind in ENDINGS), ("sized", True), ("no HTTP", True)]
 )
 async def test_a_client_whose_connection_ends_reads_the_answer_first(
-    app: Any, certified: GuardConfig, sent: bytes, status: bytes, secure: bool
+    app: Any, certified: GuardConfig, kind: str, secure: bool
 ) -> None:
+    sent, status = ENDINGS[kind]
     guards = certified if secure else GuardConfig()
 
     context = None
@@ -417,7 +409,7 @@ def is_over(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bo
     return reader.at_eof() or reader.exception() is not None
 
 
-async def test_a_client_is_answered_beside_hundreds_that_never_finish(
+async def test_a_client_is_answered_despite_hundreds_that_never_finish(
     app: Any, engines: Any
 ) -> None:
     """Connections that are idle, or have sent part of a header or of a body."""

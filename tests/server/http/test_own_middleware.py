@@ -113,7 +113,7 @@ def test_middleware_can_be_a_file(http_of: Any, tmp_path: Path) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str, body: Any) -> None:
+def test_answers_contain_the_load_on_request(http: Any, engines: Any, path: str, body: Any) -> None:
     headers = {"endpoint-load-metrics-format": "JSON"}
     response = http.post(path, body, headers=headers).headers["endpoint-load-metrics"]
     assert msgspec.json.decode(response.removeprefix("JSON "))["named_metrics"] == {
@@ -131,7 +131,7 @@ def test_answers_tell_the_load_to_who_asks(http: Any, engines: Any, path: str, b
         assert "endpoint-load-metrics" not in http.post(path, body, headers=asked).headers
 
 
-def test_who_has_no_key_learns_no_load(http_of: Any) -> None:
+def test_clients_without_a_key_get_no_load(http_of: Any) -> None:
     http = http_of(settings())
     headers = {"endpoint-load-metrics-format": "text"}
     refused = http.post("/v1/completions", {"prompt": "x"}, headers=headers)

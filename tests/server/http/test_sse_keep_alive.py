@@ -116,7 +116,7 @@ class TestWithManyComments(WithInterval):
             writer.close()
             await until_async(engines.streams[0].closed.is_set, "it is aborted")
         await asyncio.sleep(0)
-        tasks = [each for each in asyncio.all_tasks() if "show_life" in repr(each)]
+        tasks = [each for each in asyncio.all_tasks() if "send_keep_alive" in repr(each)]
         assert tasks == []
 
     async def test_answers_that_are_no_streams_have_none(self, app: Any, engines: Any) -> None:

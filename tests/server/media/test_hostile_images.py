@@ -2,6 +2,8 @@
 
 import io
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 import zlib
@@ -40,6 +42,12 @@ def jpeg_of_scans(count: int) -> bytes:
     return encoded(small(), "JPEG").partition(b"\xff\xda")[0] + scan * count + b"\xff\xd9"
 
 
+def overlapping_tags() -> bytes:
+    """Return EXIF data whose 12,000 tags all have the same 60 KB as their value."""
+    tags = [struct.pack("<HHII", tag, 2, 60_000, 8) for tag in range(12_000)]
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(tags)
+
+
 def noisy(size: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"\x00" * size
 
@@ -57,6 +65,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a bomb of a profile": lambda: png(
         8, 8, chunk(b"iCCP", b"a\0\0" + zlib.compress(b"x" * (1 << 27), 9)), rows=b"\0\0" * 8
     ),
+    "a bomb of metadata": lambda: png(8, 8, chunk(b"eXIf", overlapping_tags()), rows=b"\0\0" * 8),
     "a truncated PNG": lambda: encoded(small())[:-200],
     "a truncated JPEG": lambda: encoded(small(), "JPEG")[:-200],
     "a truncated WEBP": lambda: encoded(small(), "WEBP")[:-200],
@@ -180,3 +189,41 @@ def test_images_are_turned_as_their_metadata_say(kind: str, orientation: int) ->
 def test_broken_metadata_turn_nothing(exif: bytes) -> None:
     image = ImageFile(encoded(picture(10, 20), "JPEG", exif=exif), 1000).decode()
     assert (image.height, image.width) == (10, 20)
+
+
+DECODE = """
+import sys
+from pathlib import Path
+from server.media.decode import ImageFile
+
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+content, before = sys.stdin.buffer.read(), peak()
+image = ImageFile(content, 1 << 25).decode()
+print(peak() - before, image.mode)
+"""
+
+
+def decoded_alone(content: bytes) -> tuple[int, str]:
+    """Decode an image in a process of its own; return by how many bytes that grew, and its log."""
+    done = subprocess.run(
+        [sys.executable, "-c", DECODE], input=content, capture_output=True, check=True
+    )
+    grown, mode = done.stdout.split()
+    assert mode == b"RGB"
+    return int(grown) << 10, done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_an_image_is_decoded_once_without_copies() -> None:
+    pixels = 4096 * 4096
+    grown, _ = decoded_alone(encoded(Image.new("RGB", (4096, 4096))))
+    assert grown < 6 * pixels, "4 bytes for each pixel, and some for the decoder"
+
+
+@pytest.mark.slow
+def test_wrong_metadata_of_images_do_not_fill_the_log() -> None:
+    _, log = decoded_alone(png(8, 8, chunk(b"eXIf", overlapping_tags()), rows=b"\0\0" * 8))
+    assert log == ""

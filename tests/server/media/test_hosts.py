@@ -154,7 +154,7 @@ async def test_redirects_lead_to_nothing_that_is_not_allowed(to: str) -> None:
         assert [path for _, path in here.asked] == ["/a"]
 
 
-async def test_redirects_are_resolved_and_checked_anew() -> None:
+async def test_redirects_are_resolved_and_checked_again() -> None:
     async with served() as here:
         here.answers |= {"/a": moved("/b"), "/b": found(IMAGE)}
         assert await here.hosts().fetch(here.url("/a")) == IMAGE

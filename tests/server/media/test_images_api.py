@@ -323,19 +323,19 @@ def source(**fields: Any) -> dict[str, Any]:
         ("/v1/chat/completions", {"messages": [user({"type": "input_audio"})]},
          "messages[0].content[0]", "this model reads text and images; send no input_audio"),
         ("/v1/messages", {"max_tokens": 1, "messages": [user(text("a"), source(data="QUJD"))]},
-         "messages[0].content[1].source.type", "documents are read as 'text', not 'base64'"),
+         "messages[0].content[1].source.type", "only 'text' documents are supported, not 'base64'"),
         ("/v1/messages", {"max_tokens": 1, "messages": [user({"type": "image"})]},
          "messages[0].content[0]", "it holds no image"),
         ("/v1/responses", {"input": [user({"type": "input_file", "file_id": "f"})]},
-         "input[0].content[0].type", "input_file is not taken"),
+         "input[0].content[0].type", "input_file is not supported"),
         ("/v1/responses", {"input": [user({"type": "input_audio"})]},
-         "input[0].content[0].type", "input_audio is not taken"),
+         "input[0].content[0].type", "input_audio is not supported"),
         ("/v1/responses", {"input": [user({"type": "input_image", "file_id": "f"})]},
-         "input[0].content[0].image_url", "Field required; images of files are not taken"),
+         "input[0].content[0].image_url", "Field required; images by file_id are not supported"),
         ("/v1/responses/input_tokens", {"input": [user({"type": "input_file"})]},
-         "input[0].content[0].type", "input_file is not taken"),
+         "input[0].content[0].type", "input_file is not supported"),
         ("/v1/messages/count_tokens", {"messages": [user(source())]},
-         "messages[0].content[0].source.type", "documents are read as 'text'"),
+         "messages[0].content[0].source.type", "only 'text' documents are supported"),
     ],
 )  # fmt: skip
 def test_a_model_that_reads_images_is_not_said_to_read_text_alone(
@@ -366,7 +366,7 @@ def test_engines_without_eyes_are_named(http: Http, engines: FakeGenerationClien
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "messages[0].content[0]"
-    assert "the engines of this server take no images" in error["message"]
+    assert "the engines of this server do not accept images" in error["message"]
     http.chat(messages=[user(text("hi")), {"role": "assistant", "content": "x"},
                         {"role": "tool", "tool_call_id": "c", "content": [image()]}])  # fmt: skip
     assert "omitted" in prompt_of(engines)

@@ -19,7 +19,7 @@ CHOOSE = """(() => {
 def test_an_image_is_sent_and_shown(browser: Any, http: Any, engines: Any, served: Any) -> None:
     engines.view = view(engine(0))
     url = data_url(encoded(picture(32, 32)))
-    with served(http._app) as address:
+    with served(http.app) as address:
         browser.open(address)
         browser.wait_until("document.getElementById('model').value === 'tiny'")
         browser.wait_until("!document.getElementById('images-label').hidden")
@@ -41,7 +41,7 @@ def test_no_image_can_be_chosen_where_none_is_taken(
 ) -> None:
     engines.view = view(engine(0))
     engines.serves_images = False
-    with served(http._app) as address:
+    with served(http.app) as address:
         browser.open(address)
         browser.wait_until("document.getElementById('model').value === 'tiny'")
         assert browser.run("document.getElementById('images-label').hidden")

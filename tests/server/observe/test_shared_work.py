@@ -33,7 +33,7 @@ def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -
     assert asyncio.run(ask()) == [1, 1, 1, 1, 2]
 
 
-def test_who_waits_for_work_that_fails_is_told_and_the_next_try_is_another() -> None:
+def test_waiters_for_work_that_fails_get_the_error_and_the_next_call_retries() -> None:
     results: Iterator[Exception | int] = iter([ValueError("no file"), 7])
 
     def work() -> int:
@@ -51,7 +51,7 @@ def test_who_waits_for_work_that_fails_is_told_and_the_next_try_is_another() -> 
     assert asyncio.run(ask()) == 7
 
 
-def test_who_scrapes_without_pause_takes_a_share_of_a_processor_only() -> None:
+def test_constant_scraping_takes_only_a_share_of_a_processor() -> None:
     async def ask() -> float:
         shared = SharedWork(lambda: lambda: time.sleep(0.01))
         began = time.monotonic()

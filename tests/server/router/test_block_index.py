@@ -24,7 +24,7 @@ from server.router.route import Route
 from tests.server.router.known_engines import entry, setup
 
 SIZE = 4
-SETUP = msgspec.structs.replace(setup(), block_size=SIZE, tells_blocks=True)
+SETUP = msgspec.structs.replace(setup(), block_size=SIZE, reports_blocks=True)
 NUM_BLOCKS = 8
 
 
@@ -223,7 +223,7 @@ def test_an_engine_is_asked_once_until_it_answers_or_that_may_be_lost() -> None:
     assert engines.queries_due() == [KvBlocksQuery(0, 0)]
 
 
-def test_engines_that_tell_nothing_are_not_asked() -> None:
+def test_engines_that_report_no_blocks_are_not_queried() -> None:
     engines = Engines(1)
     [route] = engines.routes.values()
     route.entry = msgspec.structs.replace(route.entry, setup=setup())

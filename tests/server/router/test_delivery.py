@@ -117,7 +117,7 @@ def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
     assert request.output_token_ids == []
 
 
-def test_an_engine_is_told_to_drop_what_has_moved_on_but_not_what_has_ended() -> None:
+def test_an_engine_is_ordered_to_drop_moved_requests_but_not_ended_ones() -> None:
     played = Harness(10)
     stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
     message = StepOutputs(stats(0, 10, 1), stale)

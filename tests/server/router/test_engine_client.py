@@ -476,7 +476,7 @@ async def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> No
             await w.client.call_utility(None, "info", {})
 
 
-async def test_a_wish_is_repeated_until_the_coordinator_has_answered(
+async def test_a_request_is_repeated_until_the_coordinator_has_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.router.engine_client.TICK_INTERVAL", 0.01)
@@ -509,7 +509,9 @@ async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
         assert w.client._outputs.dropped == 4
 
 
-async def test_an_engine_that_asks_is_told_as_soon_as_requests_go_to_it(tmp_path: Path) -> None:
+async def test_an_engine_gets_its_confirmation_as_soon_as_requests_are_routed_to_it(
+    tmp_path: Path,
+) -> None:
     async with world(tmp_path) as w:
         engine = w.engine(0, 10)
         engine.requests.send(encode(RouteHello(0, 10, 1, wants_reply=True)))

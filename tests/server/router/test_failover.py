@@ -52,7 +52,7 @@ def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions if type(action).__name__ != "Notify"]
 
 
-def test_who_waits_too_long_fails() -> None:
+def test_a_request_that_waits_too_long_fails() -> None:
     played = Harness(10)
     request = played.request()
     played.die(0, 10)
@@ -75,7 +75,9 @@ def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
     assert played.failover.waiting == {request: 1.0}
 
 
-def test_an_engine_out_of_reach_is_told_to_drop_what_moves_and_may_have_died_of_it() -> None:
+def test_an_unreachable_engine_is_ordered_to_drop_moved_requests_and_may_have_died_of_them() -> (
+    None
+):
     played = Harness(10, 11)
     request = played.request(pinned_rank=None)
     assert request.engine is not None

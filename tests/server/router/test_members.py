@@ -52,7 +52,7 @@ def test_a_view_that_is_not_newer_is_no_news_but_for_another_coordinator() -> No
     assert members.is_newer(view(1, epoch=2))
 
 
-def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() -> None:
+def test_a_replaced_engine_is_lost_and_its_successor_has_its_own_route() -> None:
     members = members_of(10)
     receive_hello(members, 0, 20)
     assert members.take_view(view(2, entry(0, 20)), now=1.0) == [EngineLost(0, 10)]
@@ -60,7 +60,7 @@ def test_a_replaced_engine_is_lost_and_its_successor_has_a_route_of_its_own() ->
     assert members.find(0, 10) is None
 
 
-def test_prefill_engines_are_known_until_they_are_gone() -> None:
+def test_prefill_engines_are_known_until_they_leave() -> None:
     members = Members(MY_INCARNATION, 5.0)
     prefill = entry(0, 10)
     assert prefill.setup is not None
@@ -101,7 +101,7 @@ def test_a_loss_says_which_request_ran_alone_there() -> None:
     assert members.died(0, 10) == [EngineLost(0, 10, exclusive_request=7)]
 
 
-def test_another_connection_of_the_same_process_is_told_apart() -> None:
+def test_another_connection_of_the_same_process_is_distinguished() -> None:
     members = members_of(10)
     assert not receive_hello(members, 0, 10)
     assert receive_hello(members, 0, 10, session=2)

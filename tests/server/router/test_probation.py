@@ -14,7 +14,7 @@ def suspect(id_: int, *deaths: tuple[int, int]) -> RoutedRequest:
     return request
 
 
-def test_who_may_be_suspect_soon_waits_to_know_unless_it_is_on_trial() -> None:
+def test_a_possible_suspect_waits_until_that_is_known_unless_it_is_on_trial() -> None:
     probation = Probation(max_resumes=1, patience=9.0)
     request = suspect(1, (0, 1))
     assert probation.may_run(request)
@@ -24,7 +24,7 @@ def test_who_may_be_suspect_soon_waits_to_know_unless_it_is_on_trial() -> None:
     assert probation.may_run(request)
 
 
-def test_turns_go_round_and_who_is_in_doubt_is_passed_over() -> None:
+def test_trials_rotate_and_skip_requests_in_doubt() -> None:
     probation = Probation(max_resumes=0, patience=9.0)
     first, second, third = (suspect(id_, (0, id_)) for id_ in (1, 2, 3))
     for request in (first, second, third):

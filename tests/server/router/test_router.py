@@ -87,7 +87,7 @@ def test_a_request_is_sent_and_its_tokens_are_delivered() -> None:
     assert router.handle(Close(request), 3.0) == []
 
 
-def test_who_wakes_paused_engines_tells_the_coordinator_and_how_long_it_took() -> None:
+def test_waking_paused_engines_notifies_the_coordinator_and_is_timed() -> None:
     router = with_engines(10)
     router.handle(view(2, entry(0, 10), running=False), 0.0)
     actions = router.handle(Submit(new_request()), 1.0)
@@ -203,7 +203,7 @@ def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
     assert (send.to, request.engine) == (b"20", (0, 20))
 
 
-def test_an_engine_that_asks_is_told_once_requests_can_go_to_it() -> None:
+def test_an_engine_gets_its_confirmation_once_requests_can_be_routed_to_it() -> None:
     router = new_router()
     wants_reply = RouteHello(0, 10, 4, wants_reply=True)
     assert router.handle(EngineHello(b"x", wants_reply), 0.0) == []
@@ -222,7 +222,7 @@ def test_a_view_that_is_known_changes_nothing() -> None:
     assert router.members.ready
 
 
-def test_whoever_waits_for_an_engine_that_dies_is_answered_by_its_incarnation() -> None:
+def test_callers_of_an_engine_that_dies_are_answered_by_incarnation() -> None:
     router = with_engines(10, 11)
     [_, send] = sends(router.handle(Call(1, None, "info", {}), 0.0))
     assert send.message == UtilityCall(1, 0, "info", {})

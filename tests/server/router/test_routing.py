@@ -128,7 +128,7 @@ class TestPrefixAffinity:
         assert policy.choose(loads, long) == (0, "prefix")
         assert policy.choose(loads, short).rank == 1
 
-    def test_an_engine_that_has_gone_is_not_chosen(self) -> None:
+    def test_a_lost_engine_is_not_chosen(self) -> None:
         policy = PrefixAffinity()
         shared = prompt(1, 2)
         policy.choose([load(0)], shared)
@@ -157,14 +157,14 @@ class TestPrefixAffinity:
         assert len(homes) == 8
         assert max(homes.values()) < 25, "beginnings spread over engines"
 
-    def test_only_beginnings_of_an_engine_that_has_gone_move(self) -> None:
+    def test_only_prefixes_of_a_lost_engine_move(self) -> None:
         loads = [load(rank) for rank in range(8)]
         for seed in range(40):
             home = PrefixAffinity().choose(loads, prompt(seed, 4)).rank
             left = [each for each in loads if each.rank != (home + 1) % 8]
             assert PrefixAffinity().choose(left, prompt(seed, 4)).rank == home
 
-    def test_who_is_much_busier_gets_nothing_by_hash(self) -> None:
+    def test_much_busier_engines_get_nothing_by_hash(self) -> None:
         loads = [load(rank) for rank in range(8)]
         home = PrefixAffinity().choose(loads, prompt(1, 4)).rank
         loads[home] = load(home, 9)
@@ -341,7 +341,7 @@ def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_
     for prompt_token_ids in ([5, 5], [5, 5, 5]):  # a nonexistent engine, and an IndexError
         assert policy.choose(loads, prompt_token_ids) == Choice(0, "least_loaded")
     assert [each.message for each in caplog.records] == [
-        "--routing-policy last failed, so that the least loaded engine was taken; this is not "
+        "--routing-policy last failed, so the least loaded engine was chosen; this is not "
         "logged again: there is no engine 17"
     ]
 

@@ -73,8 +73,8 @@ def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -
     assert answer(cluster, stream) == ANSWER
     [(_, shown)] = stream.unread.take()
     assert (shown.token_ids, shown.num_cached_tokens) == (ANSWER, 4)
-    visits = stream.times.visits
-    assert [each.engine for each in visits] == [0]
+    stays = stream.times.stays
+    assert [each.engine for each in stays] == [0]
 
 
 def test_engines_are_looked_through_only_where_some_compute_prompts(
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_during_the_prefill_frees_its_engine() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whoever_dies_whenever_all_answers_are_whole(seed: int) -> None:
+def test_all_answers_are_complete_whatever_dies_and_when(seed: int) -> None:
     draw = random.Random(seed)
     cluster = cluster_of("ppdd")
     roles = dict(enumerate("ppdd"))

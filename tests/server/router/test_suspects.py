@@ -68,7 +68,9 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     assert cluster.runs(stream) is not None, "an ordinary request again"
 
 
-def test_somebody_who_kills_an_engine_does_not_convict_the_request_that_ran_there_alone() -> None:
+def test_an_operator_who_kills_an_engine_does_not_convict_the_request_that_ran_there_alone() -> (
+    None
+):
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
@@ -152,7 +154,7 @@ def test_a_death_before_the_trial_began_convicts_nobody_but_not_for_ever() -> No
     assert not cluster.router.delivery.in_flight
 
 
-def test_who_waits_for_a_turn_outlasts_the_resume_timeout() -> None:
+def test_a_suspect_that_waits_for_its_trial_outlasts_the_resume_timeout() -> None:
     cluster = Cluster(0, resume_timeout=3.0)
     streams = all_died_twice(cluster, "a", "b")
     for _ in range(10):
@@ -190,7 +192,7 @@ def test_the_engine_falling_silent_convicts_nobody() -> None:
     assert on_trial(cluster)[0] is not engine
 
 
-def test_no_sibling_of_a_convicted_request_is_tried_before_its_client_is_told() -> None:
+def test_no_sibling_of_a_convicted_request_is_tried_before_its_client_gets_the_error() -> None:
     cluster = Cluster(0, 1)
     streams = [cluster.submit(name) for name in ("k-0", "k-1")]  # one on each engine
     for _ in range(2):
@@ -209,7 +211,7 @@ def test_no_sibling_of_a_convicted_request_is_tried_before_its_client_is_told() 
     assert not any(engine.held for engine in cluster.engines.values())
 
 
-def test_who_is_suspected_again_runs_alone_for_longer() -> None:
+def test_a_request_that_is_suspected_again_runs_alone_for_longer() -> None:
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     steps = []

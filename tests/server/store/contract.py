@@ -69,7 +69,7 @@ def test_the_same_name_of_another_tenant_is_another_response(store: SqlBackend) 
     assert store.get("a", "r1") == response("r1", "a", size=1)
 
 
-def test_all_who_have_it_open_see_it(store: SqlBackend, opener: Opener) -> None:
+def test_all_processes_that_have_it_open_see_it(store: SqlBackend, opener: Opener) -> None:
     other = opener(100_000, DAY)
     put(store, response("r1"))
     assert other.get("a", "r1") is not None

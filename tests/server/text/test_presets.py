@@ -44,7 +44,7 @@ def test_entries_add_to_each_other() -> None:
     assert preset_of("granite", "mine").tool_call_parser == "granite"
 
 
-def test_a_model_with_recommendations_of_its_own_keeps_them(
+def test_a_model_with_its_own_recommendations_keeps_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tmp_path / "SmolLM2"

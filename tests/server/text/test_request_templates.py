@@ -110,7 +110,9 @@ def test_a_request_is_rendered_with_its_own_template(
     assert http.post("/tokenize", body).json()["tokens"] == expected
 
 
-def test_tools_are_told_where_neither_template_shows_them(http_of: Any, engines: Any) -> None:
+def test_tools_are_described_where_neither_template_renders_them(
+    http_of: Any, engines: Any
+) -> None:
     http = trusting(http_of)
     tools = [{"type": "function", "function": {"name": "measure"}}]
     shown = "{% for each in messages %}{{ each.content }}{% endfor %}"

@@ -81,7 +81,9 @@ def fleet(
         ("/invocations", {"prompt": "hello"}, "text_completion"),
     ],
 )  # fmt: skip
-def test_who_has_the_model_answers(fleet: Fleet, path: str, body: Any, kind: str) -> None:
+def test_the_server_that_has_the_model_answers(
+    fleet: Fleet, path: str, body: Any, kind: str
+) -> None:
     asked = {"x-request-id": "mine"}
     answer = fleet.http.post(path, json={"model": "other", **body}, headers=asked)
     assert (answer.status_code, answer.json()["object"]) == (200, kind)
@@ -190,7 +192,11 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "last"),
     [
-        ("/v1/completions", ASK, 'data: {"error":{"message":"The model\'s server'),
+        (
+            "/v1/completions",
+            ASK,
+            'data: {"error":{"message":"The connection to the model\'s server',
+        ),
         ("/v1/messages", {**ASK, "messages": []}, 'event: error\ndata: {"type":"error","error":{'),
     ],
 )

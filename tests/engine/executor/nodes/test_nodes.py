@@ -215,7 +215,7 @@ def last_words(worker: StartedWorker) -> str:
     return found[0].reason if found else ""
 
 
-def test_what_a_worker_is_told_and_answers_arrives_whole_and_in_order(session: Session) -> None:
+def test_commands_and_replies_of_a_worker_arrive_complete_and_in_order(session: Session) -> None:
     _, _, worker, played, launch = session
     assert (launch.rank, launch.size, launch.address) == (1, 2, "127.0.0.1:4711")
     many = os.urandom(3_000_000)  # more than sockets hold

@@ -68,7 +68,7 @@ def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
     assert fill.choose([with_free(2, 1)], {}).lacks == ""
 
 
-def test_ranks_that_ray_does_not_tell_of_yet_count() -> None:
+def test_ranks_that_ray_does_not_report_yet_count() -> None:
     """Free resources are reported with a delay, so recently placed ranks are tracked here."""
     nodes = [node("head", 2), node("b", 1)]
     fill = Packing("fill", NEEDS)
@@ -127,7 +127,7 @@ def test_a_rank_larger_than_any_node_is_refused_as_such() -> None:
     assert "lower --tensor-parallel-size" in refused
 
 
-def test_a_shortage_in_a_large_cluster_is_told_in_short() -> None:
+def test_a_shortage_in_a_large_cluster_is_summarized() -> None:
     nodes = [node(str(number), 1, free=0) for number in range(100)]
     refused = Packing("fill", {"memory": 2.0**31}).refusal(nodes, 1)
     assert refused is not None
