@@ -27,7 +27,7 @@ from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
 from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
-from server.config import ApiServerConfig, ServeConfig
+from server.config import ApiServerConfig, GuardConfig, ServeConfig
 from server.config.commands import defaults_for
 from server.config.shown import changed_settings
 from server.config.tools import (
@@ -312,6 +312,15 @@ def main(argv: list[str] | None = None) -> int:
             config = load(defaults_for(config, num_cuda_devices()))
     except settings.SettingsError as error:
         print(f"swell {flags['command']}: {error}", file=sys.stderr)
+        return 2
+    guards = getattr(config, "guards", None)
+    if isinstance(guards, GuardConfig) and not guards.has_keys and "VLLM_API_KEY" in os.environ:
+        # Otherwise what vLLM protected would be open to everyone.
+        print(
+            f"swell {flags['command']}: VLLM_API_KEY is set, but Swell has no key: rename the "
+            "variable to SWELL_API_KEY, or unset it",
+            file=sys.stderr,
+        )
         return 2
     model = getattr(config, "model", None)
     if isinstance(model, ModelConfig) and ":" in model.model:

@@ -30,7 +30,11 @@ GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 
 
 class Driver:
-    """Allocates blocks in random order, builds plans, and tracks the tokens of each slot."""
+    """Allocates blocks in random order, builds plans, and tracks the tokens of each slot.
+
+    Args:
+        runner: runs plans, as a model runner does, or is an executor.
+    """
 
     def __init__(self, runner: Any, num_blocks: int = NUM_BLOCKS) -> None:
         self.runner = runner
@@ -112,7 +116,10 @@ class Driver:
     def step(self, rows: dict[int, int]) -> BatchResult:
         """Run one plan and append its tokens."""
         plan = self.plan(rows)
-        result: BatchResult = self.runner.run(plan)
+        runner = self.runner
+        result: BatchResult = (
+            runner.run(plan) if hasattr(runner, "run") else runner.submit(plan).result()
+        )
         self.take(plan, result)
         return result
 
@@ -195,5 +202,4 @@ def _num_groups(runner: Any) -> int:
     """Return the number of layer groups with separate blocks."""
     if isinstance(runner, ModelRunner):
         return len(runner.model.spec.cache_groups.windows)
-    executor = getattr(runner, "executor", None)
-    return 1 if executor is None else len(executor.info.cache_windows)
+    return len(getattr(runner, "executor", runner).info.cache_windows)

@@ -144,25 +144,3 @@ def assert_alike(answers: list[Answer], others: list[Answer]) -> None:
         assert (one.tokens, one.reason) == (other.tokens, other.reason), name
         scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
-
-
-def assert_drafts_outlast_a_sleep(config: EngineConfig, level: int) -> EngineStats:
-    """Let an engine with drafts answer before and after a sleep; return its stats after it."""
-    executor = InProcessExecutor(config)
-    sampling = SamplingParams(max_tokens=20, seed=1, temperature=0.0, ignore_eos=True)
-    results = []
-    for sleeps in (False, True):
-        if sleeps:
-            executor.sleep(level)
-            executor.wake_up()
-        core = EngineCore(config, executor, rank=0, incarnation=1)
-        core.front_end_joined(0, 1)
-        core.handle(AddRequest(1, "1", 0, 0, SOME_TEXT, sampling))
-        tokens: list[int] = []
-        while core.has_work:
-            tokens += [t for each in core.step().outputs.get(0, []) for t in each.token_ids]
-        assert core.stats().counters.spec_draft_tokens > 0
-        results.append(tokens)
-    executor.shutdown()
-    assert results[0] == results[1]
-    return core.stats()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from engine.shared.settings import load
-from server.cli import COMMANDS
+from server.cli import COMMANDS, main
 from server.flags import COMMON, INSTEAD, NOT_NEEDED, TUNING, build_parser, parse
 from server.ineffective import ineffective
 
@@ -15,6 +15,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         parse(COMMANDS, list(argv))
     assert end.value.code == 2
     return capsys.readouterr().err.strip()
+
+
+def test_a_key_in_the_variable_of_vllm_does_not_leave_the_server_open(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert main(["serve"]) == 2
+    message = capsys.readouterr().err
+    assert "rename the variable to SWELL_API_KEY" in message
+    assert "secret" not in message
 
 
 @pytest.mark.parametrize(

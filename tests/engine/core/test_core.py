@@ -323,17 +323,6 @@ def step_together(core: EngineCore, number: int, loads: Sequence[RankState] = ()
         raise
 
 
-def tokens_of(core: EngineCore, executor: BreakingExecutor) -> list[int]:
-    tokens = []
-    while core.needs_steps:
-        try:
-            step = step_together(core, 0, ())
-        except GroupBroken:
-            continue
-        tokens += [token for output in step.outputs.get(0, []) for token in output.token_ids]
-    return tokens
-
-
 def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
     executor = BreakingExecutor(set())
     core = member(executor)
@@ -352,19 +341,6 @@ def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
     assert step_together(core, 0, ()).stats.counters.dummy_steps == 1
     assert core.needs_steps
     assert len(step_together(core, 1, ()).outputs[0]) == 1
-
-
-@pytest.mark.parametrize("breaks_at", [{1}, {2}, {3, 4, 5}])
-def test_a_step_that_its_group_gave_up_is_taken_again(breaks_at: set[int]) -> None:
-    undisturbed, disturbed = BreakingExecutor(set()), BreakingExecutor(breaks_at)
-    outputs = []
-    for executor in (undisturbed, disturbed):
-        core = member(executor)
-        core.handle(request(1, length=20, max_tokens=6))
-        outputs.append(tokens_of(core, executor))
-    assert outputs[0] == outputs[1]
-    for broken in breaks_at:
-        assert disturbed.plans[broken - 1] is disturbed.plans[broken]
 
 
 @pytest.mark.parametrize("policy", ["none", "balance", "cadence", "level"])
@@ -409,20 +385,6 @@ def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> No
     assert not core.needs_steps
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
-
-
-def test_an_engine_does_not_sleep_in_the_middle_of_a_step() -> None:
-    core = member(BreakingExecutor({1}))
-    core.handle(request(1, max_tokens=6))
-    with pytest.raises(GroupBroken):
-        step_together(core, 0, ())
-    core.handle(UtilityCall(1, 0, "sleep"))
-    answers = core.answers()
-    assert answers is not None
-    [(_, result)] = answers.utility_results
-    assert result.error is not None
-    assert "finished first" in result.error
-    assert not core.halting.is_sleeping
 
 
 def test_only_policies_that_compare_ranks_get_loads() -> None:

@@ -1,5 +1,6 @@
 """Incompatible draft models and settings are rejected with a hint on what to change."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ def test_an_executor_that_computes_no_model_is_named(scheduling: SchedulerConfig
 
 
 def test_drafts_come_from_one_place() -> None:
-    with pytest.raises(ValueError, match="give one of them"):
-        SchedulerConfig(speculative_ngram=2, speculative_model="draft")
+    places = {"speculative_ngram": 2, "speculative_model": "draft", "speculative_method": "mtp"}
+    for two in itertools.combinations(places.items(), 2):
+        with pytest.raises(ValueError, match="give one of them"):
+            SchedulerConfig(**dict(two))  # type: ignore[arg-type]
 
 
 def test_several_engines_may_each_have_one() -> None:

@@ -82,11 +82,12 @@ def test_drafts_of_a_model_in_several_processes_change_no_token(
         for level in (1, 2):
             executor.sleep(level)
             executor.wake_up()
-        awake, _ = serve(executor, config, made)
+        awake, after = serve(executor, config, made)
     finally:
         executor.shutdown()
     assert served == awake == expected
     assert 0 < counters.spec_accepted_tokens <= counters.spec_draft_tokens
+    assert after.spec_accepted_tokens == counters.spec_accepted_tokens
     assert counters.preemptions > 0
     assert counters.prefix_cache_hits > 0
 

@@ -1,13 +1,27 @@
-"""Environment set before torch is imported, without LLVM's OpenMP runtime installed."""
+"""Environment set before torch is imported, with and without LLVM's OpenMP runtime."""
 
+import ctypes
 import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engine.executor.environment import CACHED_PRIMITIVES, SPIN_COUNT, configure_environment
+from engine.executor import environment as module
+from engine.executor.environment import (
+    BLOCK_TIME,
+    CACHED_PRIMITIVES,
+    SPIN_COUNT,
+    configure_environment,
+)
 
 VARIABLES = (
     "GOMP_SPINCOUNT",
+    "KMP_BLOCKTIME",
+    "KMP_HOT_TEAMS_MODE",
+    "LD_PRELOAD",
     "OMP_WAIT_POLICY",
     "LRU_CACHE_CAPACITY",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
@@ -20,7 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("engine.executor.environment.installed_library", lambda: None)
+    monkeypatch.setattr(module, "installed_library", lambda: None)
     return monkeypatch
 
 
@@ -53,3 +67,54 @@ def test_what_the_operator_has_chosen_is_left_alone(
 ) -> None:
     environment.setenv(name, value)
     assert settled(of) == expected
+
+
+@pytest.fixture
+def loaded(environment: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that were loaded, where LLVM's is installed and torch not imported yet."""
+    names: list[str] = []
+
+    def load(name: str, **_: Any) -> Any:
+        names.append(name)
+        return SimpleNamespace(omp_get_max_threads=lambda: 4)
+
+    environment.setattr(module, "_loaded", [])
+    environment.setattr(module, "installed_library", lambda: Path("libomp.so"))
+    environment.setattr(module, "num_cores", lambda: 4)
+    environment.setattr(ctypes, "CDLL", load)
+    environment.delitem(sys.modules, "torch", raising=False)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("variables", "block_time"),
+    [({}, BLOCK_TIME), ({"KMP_BLOCKTIME": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=str,
+)
+def test_llvms_runtime_spins_shortly_unless_the_operator_says_otherwise(
+    environment: pytest.MonkeyPatch,
+    loaded: list[str],
+    variables: dict[str, str],
+    block_time: str | None,
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert settled("KMP_BLOCKTIME") == block_time
+    assert loaded == ["libomp.so"]
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [({"GOMP_SPINCOUNT": "100"}, 1), ({"LD_PRELOAD": "libiomp5.so"}, 1), ({}, 4)],
+    ids=["settings of libgomp", "another runtime", "one core for each process"],
+)
+def test_torch_keeps_its_own_runtime(
+    environment: pytest.MonkeyPatch, loaded: list[str], variables: dict[str, str], processes: int
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    configure_environment(processes)
+    assert not loaded
+    assert "KMP_BLOCKTIME" not in os.environ
+    assert os.environ["GOMP_SPINCOUNT"] == variables.get("GOMP_SPINCOUNT", str(SPIN_COUNT))

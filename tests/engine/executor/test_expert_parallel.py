@@ -8,7 +8,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
 from engine.models.parallel.balance import expert_share
@@ -230,23 +229,13 @@ def test_one_engine_alone_is_a_group_of_its_own(
 ) -> None:
     directory = checkpoint("mixtral").directory
     config = settings(directory, data_parallel_size=1, enable_expert_parallel=True)
-    spread, whole = Driver(Running(InProcessExecutor(config))), driver(directory)
+    spread, whole = Driver(InProcessExecutor(config)), driver(directory)
     for engine in (spread, whole):
         engine.start(0, prompt(20))
         engine.prefill(0)
         engine.decode(5, 0)
         engine.step({})
     assert spread.tokens == whole.tokens
-
-
-class Running:
-    """The part of an executor that a driver needs."""
-
-    def __init__(self, executor: InProcessExecutor) -> None:
-        self._executor = executor
-
-    def run(self, plan: BatchPlan) -> BatchResult:
-        return self._executor.submit(plan).result()
 
 
 @pytest.mark.processor  # a copy to a device is several calls of copy_, which are counted here

@@ -156,16 +156,6 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     assert stats.counters.encoded_images == 2
 
 
-def test_an_image_of_32_requests_is_encoded_once(checkpoint: SaveModel) -> None:
-    model = checkpoint("smolvlm")
-    requests = [show(id, text(id % 9), 1, text(4, 60 + id), max_tokens=3) for id in range(32)]
-    answers, stats = serve(model.directory, requests, dtype="float32")
-    check(model, requests, answers)
-    counters = stats.counters
-    assert counters.encoded_images == 1
-    assert 20 < counters.encoder_cache_hits == counters.encoder_cache_queries - 1
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("smolvlm", "float32"), ("qwen2.5-vl", "bfloat16"), ("gemma3-vision", "float32")],
@@ -246,9 +236,13 @@ def serve_in_processes(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dtype", "most"), [("int8", "float32", 0.05), ("int4", "bfloat16", 0.6)]
+    ("name", "quantization", "dtype", "most"),
+    [
+        ("smolvlm", "int4", "bfloat16", 0.6),
+        ("qwen2.5-vl", "int8", "float32", 0.05),
+        ("mistral3", "int4", "bfloat16", 0.6),
+    ],
 )
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "mistral3"])
 def test_processes_that_share_a_model_in_few_bits_see_images(
     name: str, quantization: Any, dtype: Any, most: float, checkpoint: SaveModel
 ) -> None:

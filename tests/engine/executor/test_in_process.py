@@ -161,17 +161,15 @@ def test_a_model_is_the_same_after_a_sleep(executor: InProcessExecutor, level: i
     assert executor.submit(plan([7, 8, 9])).result() == before
 
 
-def test_quantized_weights_are_the_same_after_a_sleep(settings: MakeConfig) -> None:
-    executor = InProcessExecutor(settings(quantization="int8"))
-    before = executor.submit(plan([7, 8, 9])).result()
-    executor.sleep(2)
-    executor.wake_up()
-    assert executor.submit(plan([7, 8, 9])).result() == before
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-mxfp4", "glm4-moe-normed", "deepseek3"])
-def test_every_kind_of_weights_is_the_same_after_a_sleep(name: str, checkpoint: SaveModel) -> None:
-    model = ModelConfig(model=str(checkpoint(name).directory), device="cpu", dtype="float32")
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("gpt-oss-mxfp4", None), ("glm4-moe-normed", None), ("deepseek3", None), ("llama", "int8")],
+)
+def test_every_kind_of_weights_is_the_same_after_a_sleep(
+    name: str, quantization: Any, checkpoint: SaveModel
+) -> None:
+    directory = str(checkpoint(name).directory)
+    model = ModelConfig(model=directory, device="cpu", dtype="float32", quantization=quantization)
     cache = CacheConfig(block_size=8, num_kv_blocks=40)
     scheduler = SchedulerConfig(max_num_seqs=4)
     executor = InProcessExecutor(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch.batch import BatchPlan, BatchResult
 from engine.distributed.grid import Grid
 from engine.distributed.group import Group
 from engine.distributed.spec import GroupBroken
@@ -72,16 +71,6 @@ def blocks_of(share: float, loaded: Decoder) -> int:
     return (int(DEVICE_BYTES * share) - PEAK_BYTES) // block
 
 
-class Steps:
-    """Runs plans on an executor sequentially."""
-
-    def __init__(self, executor: InProcessExecutor) -> None:
-        self._executor = executor
-
-    def run(self, plan: BatchPlan) -> BatchResult:
-        return self._executor.submit(plan).result()
-
-
 class Answers:
     """A leader whose workers answer with these block counts."""
 
@@ -125,7 +114,7 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
         share = sizing.blocks_after_trial(served, executor.info.max_model_len)
         assert share == blocks_of(SHARES[0], served)
         executor._leader.call(Allocate(NUM_BLOCKS, executor.info.model_fingerprint))
-        cut, whole = Driver(Steps(executor)), driver(model.directory)
+        cut, whole = Driver(executor), driver(model.directory)
         for engine in (cut, whole):
             engine.start(0, prompt(30))
             engine.prefill(0)

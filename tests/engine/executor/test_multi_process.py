@@ -12,7 +12,6 @@ import msgspec
 import psutil
 import pytest
 
-from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.weight_transfer import SentTensors, WeightTransfer
 from engine.executor import worker_process
 from engine.executor.in_process import InProcessExecutor
@@ -68,10 +67,7 @@ class Cluster:
         self.failures: list[str] = []
         self.team = Team(config, 0, 1, on_failure=self.failures.append)
         self.executor = InProcessExecutor(config, team=self.team)
-        self.driver = Driver(self)
-
-    def run(self, plan: BatchPlan) -> BatchResult:
-        return self.executor.submit(plan).result()
+        self.driver = Driver(self.executor)
 
 
 StartCluster: TypeAlias = Callable[..., Cluster]

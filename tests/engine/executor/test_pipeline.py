@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.layout import GridPosition, Layout
@@ -80,9 +79,6 @@ class Stages:
         self.failures: list[str] = []
         self.team = Team(config, 0, 1, on_failure=self.failures.append)
         self.executor = InProcessExecutor(config, team=self.team)
-
-    def run(self, plan: BatchPlan) -> BatchResult:
-        return self.executor.submit(plan).result()
 
 
 StartStages: TypeAlias = Callable[..., Stages]
@@ -158,17 +154,18 @@ def test_steps_in_flight_with_grammars_and_drafts_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "scheduling"),
     [
-        ("llama-deep", {"stages": 3, "partition": "2,1,2"}),
-        ("qwen3-moe-deep", {"stages": 2, "shards": 2}),
-        ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}),
-        ("deepseek3", {"stages": 2}),
+        ("llama-deep", {"stages": 3, "partition": "2,1,2"}, {"async_scheduling": True}),
+        ("qwen3-moe-deep", {"stages": 2, "shards": 2}, {"speculative_ngram": 3}),
+        ("gpt-oss-mxfp4", {"stages": 2, "num_blocks": 20}, {"async_scheduling": True}),
+        ("deepseek3", {"stages": 2}, {"speculative_ngram": 3}),
     ],
 )
 def test_every_layout_gives_the_tokens_of_one_process(
     name: str,
     layout: dict[str, Any],
+    scheduling: dict[str, Any],
     stages: StartStages,
     alone: ServeAlone,
     with_words: AddWords,
@@ -179,13 +176,12 @@ def test_every_layout_gives_the_tokens_of_one_process(
     longest = 30 if "num_blocks" in layout else 16
     pipeline, made = stages(directory, **layout), requests(256, grammars=True, longest=longest)
     expected = alone(directory, made, num_blocks=layout.get("num_blocks", NUM_BLOCKS))
-    for scheduling in ({"async_scheduling": True}, {"speculative_ngram": 3}):
-        scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
-        config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
-        served, counters = serve(pipeline.executor, config, made)
-        assert served == expected
-        assert counters.preemptions > 0
-        assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
+    scheduler = msgspec.structs.replace(pipeline.config.scheduler, **scheduling)
+    config = msgspec.structs.replace(pipeline.config, scheduler=scheduler)
+    served, counters = serve(pipeline.executor, config, made)
+    assert served == expected
+    assert counters.preemptions > 0
+    assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
 
 
 def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
@@ -197,7 +193,7 @@ def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
 ) -> None:
     model = checkpoint("llama-deep")
     pipeline, whole = stages(model.directory, stages=3), driver(model.directory)
-    drivers = Driver(pipeline, NUM_BLOCKS), whole
+    drivers = Driver(pipeline.executor, NUM_BLOCKS), whole
     pipeline.executor.start_profile()
     for each in drivers:
         each.start(0, prompt(12))
@@ -215,7 +211,7 @@ def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
         with pytest.raises(RuntimeError, match="sleeps"):
             drivers[0].decode(1, 0)
         pipeline.executor.wake_up()
-        again = Driver(pipeline, NUM_BLOCKS)
+        again = Driver(pipeline.executor, NUM_BLOCKS)
         again.start(0, prompt(12))
         again.prefill(0)
         assert again.tokens[0] == whole.tokens[0]
@@ -227,7 +223,7 @@ def test_a_killed_stage_fails_the_steps_in_flight_and_is_reported_at_once(
 ) -> None:
     directory = checkpoint("llama-deep").directory
     pipeline = stages(directory, stages=3, async_scheduling=True)  # used by this test only
-    steps = Driver(pipeline, NUM_BLOCKS)
+    steps = Driver(pipeline.executor, NUM_BLOCKS)
     steps.start(0, prompt(5))
     steps.prefill(0)
     os.kill(pipeline.team.pids[0], signal.SIGKILL)  # the leader has no connection to the first

@@ -10,43 +10,51 @@ import pytest
 from engine.kernels.cpu import installed
 from engine.kernels.cpu.compiling import TARGET
 from engine.kernels.cpu.installed import COMMON_HEADS, environment_for
+from engine.kernels.cpu.kept import installed_directory
 from engine.kernels.cpu.targets import X86_TARGETS, Target
 from engine.models.hf_config import read_spec
 from engine.shared.config import BUNDLED_MODEL
 
-LOADED = """
+PROGRAM = """
 import sys
 sys.prefix = sys.argv[1]
+from engine.kernels.cpu.installed import COMMON_HEADS, kernels_for
+from engine.kernels.cpu.targets import X86_TARGETS
+for target in X86_TARGETS:
+    assert all(kernels_for(target, COMMON_HEADS))
 from engine.kernels.cpu.rows import swiglu
 print(swiglu._compiled.cache_hits)
+print(*sorted(name for name in sys.modules if name.startswith("engine.")))
 """
-LOCATED = """
-import sys
-sys.prefix = sys.argv[1]
-from engine.kernels.cpu.kept import installed_directory
-print(installed_directory(sys.argv[2]))
-"""
-
-
-def printed(program: str, *arguments: str, environment: dict[str, str]) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=os.environ | environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout.strip()
 
 
 @pytest.mark.stack
-def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(tmp_path: Path) -> None:
+def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = str(tmp_path / "installation")
-    directory = Path(printed(LOCATED, prefix, TARGET.name, environment={}))
+
+    def run(environment: dict[str, str]) -> tuple[str, list[str]]:
+        """Return how often the program found its kernel, and the modules that it needed."""
+        hits, modules = subprocess.run(
+            [sys.executable, "-c", PROGRAM, prefix],
+            env=os.environ | environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout.splitlines()
+        return hits, modules.split()
+
+    monkeypatch.setattr(sys, "prefix", prefix)
+    directory = installed_directory(TARGET.name)
     directory.mkdir(parents=True)
-    assert printed(LOADED, prefix, environment=environment_for(TARGET, directory)) == "0"
-    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
-    assert printed(LOADED, prefix, environment=own) == "1"
+    assert run(environment_for(TARGET, directory))[0] == "0"
+    hits, modules = run({"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""})
+    assert hits == "1"
+    copied = ("engine.kernels", "engine.shared.user_cache")
+    others = [name for name in modules if not name.startswith(copied)]
+    assert others == ["engine.shared"], "the image of engines copies these"
 
 
 @pytest.mark.parametrize(
@@ -86,18 +94,3 @@ def test_the_bundled_model_has_common_heads() -> None:
     spec = read_spec(BUNDLED_MODEL)
     group = spec.num_heads // spec.num_kv_heads
     assert COMMON_HEADS[0] == (group, spec.head_dim, spec.num_kv_heads)
-
-
-def test_no_other_module_of_the_engine_is_needed() -> None:
-    program = """
-import sys
-from engine.kernels.cpu.installed import COMMON_HEADS, kernels_for
-from engine.kernels.cpu.targets import X86_TARGETS, Target
-for target in X86_TARGETS:
-    assert all(kernels_for(target, COMMON_HEADS))
-print(*sorted(name for name in sys.modules if name.startswith("engine.")))
-"""
-    needed = printed(program, environment={}).split()
-    copied = ("engine.kernels", "engine.shared.user_cache")
-    others = [name for name in needed if not name.startswith(copied)]
-    assert others == ["engine.shared"], "the image of engines copies these"

@@ -38,15 +38,12 @@ def answers(
 @pytest.mark.parametrize(
     ("policy", "name", "options"),
     [
-        ("all", "llama", {"kv_cache_dtype": "fp8"}),
-        ("all", "llama", {"async_scheduling": True}),
-        ("all", "llama", {"speculative_ngram": 3}),
-        ("all", "llama", {"long_prefill_token_threshold": 7}),
+        ("all", "llama", {"kv_cache_dtype": "fp8", "async_scheduling": True}),
+        ("all", "llama", {"speculative_ngram": 3, "long_prefill_token_threshold": 7}),
         ("all", "qwen3-moe", {}),
         ("all", "mistral-window", {}),
         ("all", "gemma3", {}),
         ("all", "deepseek3", {}),
-        ("evicted", "llama", {}),
         ("evicted", "llama", {"async_scheduling": True}),
         ("evicted", "gemma3", {}),
     ],

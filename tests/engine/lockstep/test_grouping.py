@@ -42,7 +42,7 @@ def test_engines_join_as_ordered_and_a_newer_order_releases_waiting_ones(
     engines[1].tell("rows", [5])
     assert "broken" in engines[1].answer()
     for engine in engines:
-        assert engine.ask("lose") == "apart"
+        assert engine.ask("leave_broken") == "apart"
 
     form(engines, 3, [1])
     assert engines[1].ask("rows", [4]) == [[4]]

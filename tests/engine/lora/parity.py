@@ -75,7 +75,7 @@ def main() -> None:
         adapters = [train(base, Path(root) / str(seed), seed, r=4) for seed in (1, 2)]
         engine = Processes(Path(arguments.model), **layout)
         try:
-            steps, draw = Driver(engine), random.Random(1)
+            steps, draw = Driver(engine.executor), random.Random(1)
             steps.adapters = dict(enumerate(engine.load(each.directory) for each in adapters))
             vocab = base.reference.config.vocab_size
             references, truth = {}, {}

@@ -51,9 +51,6 @@ class Processes:
         version: str = store.load(str(adapter), None).result()
         return version
 
-    def run(self, plan: Any) -> Any:
-        return self.executor.submit(plan).result()
-
 
 class Reported(NamedTuple):
     """An engine's report for one position: log-probabilities of some tokens."""

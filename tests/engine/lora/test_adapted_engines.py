@@ -70,7 +70,7 @@ def test_a_model_in_several_processes_computes_each_row_with_its_adapter(
     one = trained(name, 7, target_modules=targets, r=3, target_parameters=experts)
     two = trained(name, 8, target_modules=["k_proj", "o_proj"], r=8)
     team = processes(model.directory, **layout)
-    engine = Driver(team)
+    engine = Driver(team.executor)
     engine.adapters = {0: team.load(two.directory), 1: team.load(one.directory)}
     for row, adapter in enumerate((1, -1, 0)):
         engine.start(row, prompt(30 - row), REPORTING, adapter=adapter)
@@ -89,7 +89,7 @@ def test_a_draft_head_is_without_adapters(
     adapter = trained("llama-deep", 7, target_modules=["embed_tokens", "lm_head", "q_proj"], r=3)
     save_eagle3(model, tmp_path, layer_ids=[1, 2, 3])
     team = processes(model.directory, tmp_path, tensor_parallel_size=shards)
-    engine = Driver(team)
+    engine = Driver(team.executor)
     engine.adapters = {0: team.load(adapter.directory)}
     engine.start(0, prompt(30), adapter=0)
     engine.start(1, prompt(20))
@@ -130,11 +130,7 @@ def test_engines_that_share_experts_have_adapters_of_attention(
     with pytest.raises(BadAdapter, match="remove --enable-expert-parallel"):
         store.load(str(experts.directory), None).result()
 
-    class Runner:
-        def run(self, plan: Any) -> Any:
-            return executor.submit(plan).result()
-
-    engine = Driver(Runner())
+    engine = Driver(executor)
     engine.adapters = {0: version}
     engine.start(0, prompt(30), adapter=0)
     engine.start(1, prompt(20))

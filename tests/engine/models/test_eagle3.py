@@ -65,10 +65,6 @@ def store(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     save_file(tensors, path)
 
 
-def test_it_starts(start: Callable[..., None]) -> None:
-    start()
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner import categorical
 from engine.runner.categorical import DrawFromLogits, draw_from_logits, draw_from_weights
 from engine.runner.compiled_draws import drawing_for
 from engine.runner.slots import FloatArray
@@ -42,43 +41,12 @@ def test_logits_and_their_probabilities_draw_the_same(
     assert (drawn == expected).sum() >= 39
 
 
-@pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 1000, 1 << 20])
-@pytest.mark.parametrize("vocab", [1000, 32_000])
-def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
-    cached_bytes: int, vocab: int, draw: DrawFromLogits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits, temperature, uniforms = random_rows(10, vocab)
-    monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
-    together = draw(logits, temperature, uniforms).tolist()
-    alone = [
-        draw(logits[i : i + 1], temperature[i : i + 1], uniforms[i : i + 1]).item()
-        for i in range(10)
-    ]
-    assert together == alone
-
-
-def test_logits_of_16_bits_and_their_copies_draw_the_same(draw: DrawFromLogits) -> None:
-    logits, temperature, uniforms = random_rows(500, 1000, torch.bfloat16)
-    copied = draw(logits.float(), temperature, uniforms)
-    assert torch.equal(draw(logits, temperature, uniforms), copied)
-
-
 def test_tokens_are_drawn_as_often_as_they_are_likely(draw: DrawFromLogits) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)) * 2
     uniforms = (np.arange(100_000) + 0.5) / 100_000
     drawn = draw(logits.expand(len(uniforms), -1), np.full(len(uniforms), 0.8), uniforms)
     often = torch.bincount(drawn, minlength=300) / len(uniforms)
     assert torch.allclose(often, torch.softmax(logits[0] / 0.8, 0), atol=2e-5)
-
-
-def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
-    draw: DrawFromLogits,
-) -> None:
-    logits = torch.full((3, 300), float("-inf"))
-    logits[1, 200], logits[2] = float("nan"), float("nan")
-    drawn = draw(logits, np.ones(3), np.array([0.0, 0.5, np.nextafter(1, 0)]))
-    assert drawn.min() >= 0
-    assert drawn.max() < 300
 
 
 def test_forbidden_tokens_are_never_drawn(draw: DrawFromLogits) -> None:

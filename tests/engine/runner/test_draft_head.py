@@ -42,7 +42,6 @@ from tests.engine.serving import (
     SOME_TEXT,
     Answer,
     assert_alike,
-    assert_drafts_outlast_a_sleep,
     every_kind,
     request,
     serve,
@@ -235,14 +234,6 @@ def test_requests_that_are_aborted_leave_nothing_to_others(
     (plain,), _ = serve(target.directory, requests[5:6], dtype="float32")
     assert tokens_of(core, 99) == plain.tokens
     proposals.check(head, BIAS)
-
-
-def test_it_sleeps_and_wakes_with_the_model(
-    target: Checkpoint, head: Eagle3Reference, proposals: Proposals
-) -> None:
-    config = settings(target.directory, head, CacheConfig(num_kv_blocks=100))
-    assert_drafts_outlast_a_sleep(config, level=2)
-    proposals.check(head)
 
 
 def test_outputs_follow_their_grammars(tmp_path: Path) -> None:

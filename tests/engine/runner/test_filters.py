@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.runner import categorical
 from engine.runner.compiled_draws import drawing_for
-from engine.runner.filters import DrawFiltered, Filters, cutoff, draw_filtered
+from engine.runner.filters import WITH_TORCH, DrawFiltered, Filters, cutoff, draw_filtered
 from engine.runner.slots import FloatArray, IntArray
 
 VOCAB = 1000
@@ -17,6 +18,18 @@ VOCAB = 1000
 @pytest.fixture(params=["torch", "kernels"])
 def draw(request: pytest.FixtureRequest) -> DrawFiltered:
     return draw_filtered if request.param == "torch" else by_kernels()
+
+
+@pytest.fixture(params=["filtered by torch", "filtered by kernels", "torch", "kernels"])
+def any_draw(request: pytest.FixtureRequest) -> DrawFiltered:
+    """Draws with filters, and draws that ignore them."""
+    by_torch = request.param.endswith("torch")
+    drawing = WITH_TORCH if by_torch else drawing_for(torch.bfloat16, torch.device("cpu"))
+    if request.param.startswith("filtered"):
+        return drawing.filtered
+    return lambda logits, temperature, _, uniforms: drawing.unfiltered(
+        logits, temperature, uniforms
+    )
 
 
 def by_kernels() -> DrawFiltered:
@@ -62,17 +75,21 @@ def test_kernels_and_torch_draw_the_same(vocab: int, forbidden: float) -> None:
     assert (drawn == expected).sum() >= 99
 
 
+@pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 300, 1 << 20])
 @pytest.mark.parametrize("vocab", [300, 32_000])
-def test_a_rows_token_does_not_depend_on_the_rows_beside_it(vocab: int, draw: DrawFiltered) -> None:
+def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
+    vocab: int, cached_bytes: int, any_draw: DrawFiltered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
     rows = some_rows(40, vocab, forbidden=0.5)
-    alone = [draw(*rows.of(np.array([i]))).item() for i in range(40)]
-    assert draw(*rows).tolist() == alone
+    alone = [any_draw(*rows.of(np.array([i]))).item() for i in range(40)]
+    assert any_draw(*rows).tolist() == alone
 
 
-def test_logits_of_16_bits_and_their_copies_draw_the_same(draw: DrawFiltered) -> None:
+def test_logits_of_16_bits_and_their_copies_draw_the_same(any_draw: DrawFiltered) -> None:
     rows = some_rows(200, 4000)
     copied = rows._replace(logits=rows.logits.float())
-    assert torch.equal(draw(*rows), draw(*copied))
+    assert torch.equal(any_draw(*rows), any_draw(*copied))
 
 
 @pytest.mark.parametrize(
@@ -89,12 +106,12 @@ def test_equal_logits_are_all_kept(
 
 
 def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
-    draw: DrawFiltered,
+    any_draw: DrawFiltered,
 ) -> None:
     logits = torch.full((3, 300), -torch.inf)
     logits[1, 200], logits[2] = torch.nan, torch.nan
     filters = Filters(np.array([5, 5, 0]), np.array([0.9, 1.0, 0.9]), np.zeros(3))
-    drawn = draw(logits, np.ones(3), filters, np.array([0.0, 0.5, np.nextafter(1, 0)]))
+    drawn = any_draw(logits, np.ones(3), filters, np.array([0.0, 0.5, np.nextafter(1, 0)]))
     assert drawn.min() >= 0
     assert drawn.max() < 300
 

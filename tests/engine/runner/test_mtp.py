@@ -32,7 +32,6 @@ from tests.engine.fixtures import SaveModel
 from tests.engine.serving import (
     SOME_TEXT,
     assert_alike,
-    assert_drafts_outlast_a_sleep,
     every_kind,
     request,
     serve,
@@ -64,6 +63,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> MtpReference:
     return save_mtp("glm4-moe-normed", tmp_path_factory.mktemp("glm"), normed=True)
 
 
+@pytest.mark.parametrize("mtp", [FORMS[0], FORMS[3]], indirect=True, ids=["latent", "heads"])
 def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
     mtp: MtpReference, proposals: Proposals
 ) -> None:
@@ -116,11 +116,6 @@ def settings(directory: Path, **model: Any) -> EngineConfig:
     )
 
 
-def test_it_sleeps_and_wakes_with_the_model(glm: MtpReference, proposals: Proposals) -> None:
-    assert_drafts_outlast_a_sleep(settings(glm.directory, device="cpu"), level=1)
-    proposals.check(glm)
-
-
 def test_its_layer_may_be_rounded_with_the_model(glm: MtpReference) -> None:
     config = settings(glm.directory, device="cpu", quantization="int8")
     executor = InProcessExecutor(config)
@@ -169,10 +164,3 @@ def test_settings_that_it_does_not_work_with_are_named(
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):
         InProcessExecutor(settings(glm.directory, device="cpu", **model))
-
-
-def test_drafts_come_from_one_place() -> None:
-    others: tuple[dict[str, Any], ...] = ({"speculative_ngram": 2}, {"speculative_model": "draft"})
-    for other in others:
-        with pytest.raises(ValueError, match="give one of them"):
-            SchedulerConfig(speculative_method="mtp", **other)

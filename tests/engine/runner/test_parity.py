@@ -114,44 +114,6 @@ def test_sharded_checkpoint_loads(
 
 
 @pytest.mark.parametrize("name", KINDS_OF_ATTENTION)
-def test_prefix_in_blocks_of_another_sequence_is_reused(
-    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
-) -> None:
-    model = checkpoint(name)
-    engine = driver(model.directory)
-    shared = prompt(32)
-    engine.start(0, shared + prompt(9))
-    engine.prefill(0)
-    other = shared + prompt(11)
-    engine.start(1, other, cached_blocks=engine.blocks[0][:4])
-    assert engine.computed[1] == 32
-    engine.prefill(1)
-    engine.decode(9, 1, 0)
-    for slot, given in enumerate((shared + prompt(9), other)):
-        generated = engine.tokens[slot][len(given) :]
-        assert generated == model.greedy(given, 10, generated)
-
-
-@pytest.mark.parametrize("name", KINDS_OF_ATTENTION)
-def test_preempted_sequence_continues_after_recomputation(
-    name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
-) -> None:
-    model = checkpoint(name)
-    engine = driver(model.directory)
-    engine.start(2, prompt(25))
-    engine.prefill(2)
-    engine.decode(10, 2)
-    so_far = engine.tokens[2]
-    engine.start(2, prompt(70))
-    engine.prefill(2)
-    engine.start(4, so_far, num_prompt_tokens=25)
-    engine.prefill(4)
-    engine.decode(9, 4)
-    generated = engine.tokens[4][25:]
-    assert generated == model.greedy(prompt(25), 21, generated)
-
-
-@pytest.mark.parametrize("name", KINDS_OF_ATTENTION)
 def test_batch_of_mixed_lengths_equals_each_alone(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +15,40 @@ from tests.test_bundled_model import PASSAGE
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "worse", "agreeing"),
-    [("int8", 0.015, 0.005, 0.97), ("int4", 0.12, 0.03, 0.85)],
+    ("dtype", "options", "error", "worse", "agreeing"),
+    [
+        ("bfloat16", {"quantization": "int8"}, 0.015, 0.005, 0.97),
+        ("bfloat16", {"quantization": "int4"}, 0.12, 0.03, 0.85),
+        ("bfloat16", {"kv_cache_dtype": "fp8"}, 0.04, 0.02, 0.9),
+        ("float16", {"kv_cache_dtype": "fp8"}, 0.04, 0.02, 0.9),
+        ("float32", {"kv_cache_dtype": "fp8"}, 0.04, 0.02, 0.9),
+    ],
+    ids=str,
 )
 def test_bundled_model_keeps_its_logits_and_its_perplexity(
-    driver: LoadDriver, kind: str, error: float, worse: float, agreeing: float
+    driver: LoadDriver,
+    dtype: str,
+    options: dict[str, Any],
+    error: float,
+    worse: float,
+    agreeing: float,
 ) -> None:
     tokenizer = Tokenizer.from_file(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
     tokens = tokenizer.encode(PASSAGE).ids
-    logits, perplexity = {}, {}
-    for quantization in (None, kind):
-        engine = driver(BUNDLED_MODEL, quantization=quantization, dtype="bfloat16")
+
+    def found(**options: Any) -> tuple[torch.Tensor, float]:
+        """Return the logits and the perplexity of the passage."""
+        engine = driver(BUNDLED_MODEL, dtype=dtype, **options)
         engine.start(0, tokens)
-        logits[quantization] = engine.logits({0: len(tokens)}).float()
-        logprobs = torch.log_softmax(logits[quantization][:-1], dim=-1)
+        logits = engine.logits({0: len(tokens)}).float()
+        logprobs = torch.log_softmax(logits[:-1], dim=-1)
         of_text = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
-        perplexity[quantization] = math.exp(-of_text.mean())
-    assert relative(logits[kind], logits[None]) < error
-    assert perplexity[kind] == pytest.approx(perplexity[None], rel=worse)
-    same = logits[kind].argmax(dim=-1) == logits[None].argmax(dim=-1)
-    assert same.float().mean() > agreeing
+        return logits, math.exp(-of_text.mean())
+
+    (exact, right), (rounded, perplexity) = found(), found(**options)
+    assert relative(rounded, exact) < error
+    assert perplexity == pytest.approx(right, rel=worse)
+    assert (rounded.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean() > agreeing
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Every sampling parameter compared with a simple reference, and reproducible sampling."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -292,13 +291,6 @@ def test_tiny_temperatures_act_like_greedy(temperature: float, start: Start, dra
     positions = [start(slot, temperature=temperature) for slot in range(5)]
     chosen = draw(logits, range(5), positions).token_ids
     assert chosen.tolist() == logits.argmax(-1).tolist()
-
-
-def test_all_weight_on_one_token_is_drawn(start: Start, draw: Draw) -> None:
-    logits = torch.full((2, VOCAB), -math.inf)
-    logits[:, VOCAB - 1] = 1.0
-    positions = [start(0), start(1, top_p=0.5)]
-    assert draw(logits, [0, 1], positions).token_ids.tolist() == [VOCAB - 1] * 2
 
 
 def test_only_allowed_tokens_are_drawn(start: Start, draw: Draw) -> None:

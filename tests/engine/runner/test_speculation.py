@@ -2,32 +2,23 @@
 
 from typing import Any
 
-import pytest
-
 from engine.shared.config import BUNDLED_MODEL
 from engine.shared.messages import AddRequest
-from tests.engine.serving import PARAMETERS, SOME_TEXT, request, serve
+from tests.engine.serving import PARAMETERS, SOME_TEXT, assert_alike, every_kind, request, serve
 
 FEW_BLOCKS = 40
 """So few that requests are preempted."""
 
 
 def test_answers_are_those_without_drafts() -> None:
-    requests = [
-        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), **sampling)
-        for id, sampling in enumerate(PARAMETERS.values())
-    ]
     options: dict[str, Any] = {"dtype": "float32", "num_blocks": FEW_BLOCKS}
-    plain, before = serve(BUNDLED_MODEL, requests, **options)
-    drafted, after = serve(BUNDLED_MODEL, requests, speculative_ngram=5, **options)
-    for name, one, other in zip(PARAMETERS, plain, drafted, strict=True):
-        assert one.tokens == other.tokens, name
-        assert one.reason == other.reason, name
-        scores = [[each.logprob for each in answer.logprobs] for answer in (one, other)]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-4), name
-        assert len(scores[0]) == (len(one.tokens) if "scored" in name else 0)
+    plain, before = serve(BUNDLED_MODEL, every_kind(), **options)
+    drafted, after = serve(BUNDLED_MODEL, every_kind(), speculative_ngram=5, **options)
+    assert_alike(plain, drafted)
+    for name, answer in zip(PARAMETERS, plain, strict=True):
+        assert len(answer.logprobs) == (len(answer.tokens) if "scored" in name else 0)
     assert before.counters.spec_drafts == 0
-    assert after.counters.spec_accepted_tokens > 100
+    assert after.counters.spec_accepted_tokens > 50
     assert after.counters.spec_draft_tokens > after.counters.spec_accepted_tokens
     assert after.step < before.step
     assert after.counters.preemptions > 0

@@ -19,23 +19,6 @@ def take(pool: BlockPool, count: int) -> list[int]:
     return blocks
 
 
-def test_a_block_is_free_again_when_its_last_reference_goes(pool: BlockPool) -> None:
-    blocks = take(pool, 3)
-    pool.acquire(blocks[:1])
-    pool.release(blocks)
-    assert pool.num_free == 3
-    pool.check_integrity([blocks[:1]])
-    pool.release(blocks[:1])
-    assert pool.num_free == 4
-    pool.check_integrity([])
-
-
-def test_an_allocation_that_does_not_fit_takes_nothing(pool: BlockPool) -> None:
-    take(pool, 3)
-    assert pool.allocate(2) is None
-    assert pool.num_free == 1
-
-
 def test_kept_blocks_are_taken_last_and_in_order_of_release(
     pool: BlockPool, evicted: list[int]
 ) -> None:

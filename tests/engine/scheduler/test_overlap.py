@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from engine.batch.batch import BatchPlan
 from engine.executor.simulated import simulated_token
 from engine.scheduler.admission import Grant
@@ -131,20 +129,3 @@ def test_a_prefix_is_found_as_far_as_results_are_known(make_rig: MakeRig) -> Non
     rig.run(depth=2)
     assert rig.first[2].num_cached_tokens == 8
     rig.assert_complete()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_tokens_do_not_depend_on_the_number_of_plans_in_flight(
-    make_rig: MakeRig, depth: int
-) -> None:
-    rig = make_rig(
-        num_kv_blocks=24, max_model_len=80, max_num_batched_tokens=12, vocab_size=16,
-        eos_token_ids=(0,),
-    )  # fmt: skip
-    for id in range(30):
-        rig.add(id, [(id % 3 + i) % 16 for i in range(5 + id % 17)], max_tokens=3 + id * 7 % 40)
-    rig.run(depth=depth)
-    rig.assert_complete()
-    rig.assert_idle()
-    assert rig.scheduler.counters.preemptions > 0
-    assert rig.scheduler.counters.prefix_cache_hits > 0

@@ -8,8 +8,6 @@ import pytest
 from engine.scheduler.admission import Grant
 from engine.scheduler.preemption import FreeCapacity, choose_victims
 from engine.scheduler.request import Request, request_from_message
-from engine.scheduler.shares import Shares
-from engine.scheduler.waiting import WaitingQueue
 from engine.shared.messages import AddRequest, SamplingParams
 
 MakeRig = Callable[..., Any]
@@ -174,22 +172,6 @@ def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Re
     )
     made.table.num_blocks = blocks
     return made
-
-
-def test_the_queue_keeps_its_order_through_removals_and_returns() -> None:
-    queue = WaitingQueue(Shares())
-    requests = [request(arrival, priority) for arrival, priority in enumerate([2, 1, 2, 0, 1])]
-    for each in requests:
-        queue.push(each)
-    assert [r.arrival for r in queue] == [3, 1, 4, 0, 2]
-    queue.remove(requests[4])
-    first = queue.first()
-    assert first is not None
-    queue.remove(first)
-    assert [r.arrival for r in queue] == [1, 0, 2]
-    queue.push(requests[4])
-    assert [r.arrival for r in queue] == [1, 4, 0, 2]
-    assert len(queue) == 4
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_an_occasional_short_prompt_is_not_split_and_does_not_wait_for_heavier_t
     assert max(waits[1:]) == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.integers(0, 1 << 30))
 def test_a_tenant_alone_is_planned_as_if_nothing_were_limited(seed: int) -> None:
     generator = random.Random(seed)

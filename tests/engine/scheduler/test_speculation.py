@@ -203,16 +203,6 @@ def test_nothing_is_drafted_in_steps_of_more_sequences_than_the_settings_say(
     rig.assert_complete()
 
 
-def test_an_abort_while_drafts_are_verified_frees_everything(make_rig: MakeRig) -> None:
-    rig = make_rig(speculative_ngram=4)
-    rig.add(SEED, foretold(20, right=4), max_tokens=9)
-    rig.step()
-    assert rig.schedule().proposed
-    rig.scheduler.abort([SEED])
-    assert rig.update() == {}
-    rig.assert_idle()
-
-
 def test_a_request_waits_for_its_drafts_when_plans_overlap(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=12)

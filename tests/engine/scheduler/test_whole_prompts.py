@@ -95,15 +95,6 @@ def test_tenants_share_steps_though_no_prompt_is_cut(make_whole: MakeRig) -> Non
     rig.assert_complete()
 
 
-def test_drafts_take_what_prompts_leave(make_whole: MakeRig) -> None:
-    rig = make_whole(speculative_ngram=4, speculative_row_price=0, vocab_size=3)
-    for id in range(6):
-        rig.add(id, [0, 1, 2] * (4 + 2 * id), max_tokens=20)
-    rig.run()
-    assert rig.scheduler.counters.spec_draft_tokens
-    rig.assert_complete()
-
-
 def test_all_images_of_a_prompt_are_encoded_in_its_step(make_whole: MakeRig) -> None:
     rig = make_whole(vision=VISION, max_num_batched_tokens=72, encoder_cache_bytes=64 << 10)
     add(rig, 1, 2, image(1, 0), image(2, 0), 1)
