@@ -14,10 +14,14 @@ NOT_NEEDED = {
     "--disable-cascade-attn": "there is no cascade attention, nor in vLLM 0.32",
     "--disable-frontend-multiprocessing": "front ends and engines are always processes",
     "--disable-log-requests": "requests are logged with --log-level debug only",
+    "--disable-uvicorn-access-log": "HTTP answers are logged with --access-log only",
     "--enable-elastic-ep": "`swell scale` changes the number of engines while they serve",
+    "--enable-offline-docs": "/docs needs no internet",
     "--enable-prompt-tokens-details": "`usage` always says how much was cached",
+    "--enable-request-id-headers": "every answer has X-Request-Id",
     "--enable-server-load-tracking": "/load always says it",
     "--enable-sleep-mode": "engines can always be put to sleep",
+    "--enable-ssl-refresh": "certificates are read again when they change",
     "--trust-remote-code": "code that comes with a model is never run",
 }
 """Flags without a value that request permanent behaviour, and an explanation."""

@@ -53,10 +53,11 @@ def test_a_mistake_gets_a_suggestion(
 
 def test_vllms_flags_for_what_is_always_so_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["serve", "m", "--trust-remote-code", "--max-num-seqs", "5", "--enable-sleep-mode"]
-    assert parse(COMMANDS, argv)["max_num_seqs"] == "5"
+    assert parse(COMMANDS, [*argv, "--enable-request-id-headers"])["max_num_seqs"] == "5"
     assert capsys.readouterr().err.splitlines() == [
         "swell serve: --trust-remote-code is not needed: code that comes with a model is never run",
         "swell serve: --enable-sleep-mode is not needed: engines can always be put to sleep",
+        "swell serve: --enable-request-id-headers is not needed: every answer has X-Request-Id",
     ]
 
 
