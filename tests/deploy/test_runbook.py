@@ -28,6 +28,7 @@ OTHERS = ("kubectl", "helm", "curl", "cosign", "docker", "python", "logs", "up",
 
 def snippets(text: str) -> list[str]:
     """Return the code on a page: between backticks or indented."""
+    text = re.sub(r"\\\n\s*", "", text)
     return [" ".join((inline or block).split()) for inline, block in CODE.findall(text)]
 
 
