@@ -80,7 +80,7 @@ class StatusResponse(msgspec.Struct):
     models: list[str]
     has_chat_template: bool
     """Whether chat completions are available."""
-    accepts_images: bool
+    takes_images: bool
     """Whether they accept images."""
     pooling_task: Task | TokenTask | None
     """Task of a pooling model; None if the model generates text."""
@@ -167,7 +167,7 @@ async def status(services: ServicesDep) -> Response:
         version=SWELL_VERSION,
         models=list(services.names),
         has_chat_template=services.model.tokenizer.chat_template is not None,
-        accepts_images=services.model.images is not None and services.client.serves_images,
+        takes_images=services.model.images is not None and services.client.serves_images,
         pooling_task=pooling.spec.task if pooling else None,
         time=time.time(),
         started=services.created,
