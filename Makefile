@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 QUIET := $(shell test -t 2 || echo -qq)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 ARGS ?=
-PARALLEL := -n 3 --dist loadfile
+PARALLEL := -n 4 --dist loadfile
 # Tests start hundreds of processes: what one has compiled, the next need not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 

@@ -24,7 +24,7 @@ _CHUNK = 1 << 16
 _CONTENT = 1 << 12
 """Minimum size of a chunk that must be block content."""
 _LOOK_INTERVAL = 0.02
-_FLOWS_WITHIN = 60.0
+_FLOWS_WITHIN = 30.0
 _CREDENTIALS = struct.Struct("3i")
 
 _DETOURS = r"""

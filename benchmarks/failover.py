@@ -26,13 +26,14 @@ after each round all KV blocks must be free.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -460,6 +461,8 @@ class Strike:
     ) -> None:
         self.excused: set[int] = set()
         """Ports of clients whose connections broke with their API server."""
+        self.missed = False
+        """Whether there was no transfer to strike, e.g. before links that stalled are back."""
         self._kind = kind
         self._stack = stack
         self._links = links
@@ -468,9 +471,13 @@ class Strike:
 
     async def run(self, progress: Progress) -> None:
         """Wait for a transfer, and strike."""
-        for _ in range(self._after):
-            await self._links.flowing()
-        link = await self._links.flowing()
+        try:
+            for _ in range(self._after):
+                await self._links.flowing()
+            link = await self._links.flowing()
+        except TimeoutError:
+            self.missed = True
+            return
         match self._kind.split():
             case ["prefill", _, how]:
                 await self._strike(link.offers, how)
@@ -546,7 +553,11 @@ async def strike_transfers(
     """
     rows: dict[str, Row] = {kind: Row() for kind in plan}
     problems = []
-    for number, kind in enumerate(plan):
+    missed, left = 0, deque(plan)
+    for number in itertools.count():
+        if not left:
+            break
+        kind = left[0]
         row = rows[kind]
         strike = Strike(kind, stack, links, 3 * row.rounds, stop_seconds)
         # With a new salt in each round, no engine has the prompts' blocks.
@@ -557,7 +568,13 @@ async def strike_transfers(
         broken_before = await by_engine(stack, "kv_transfer_failures_total")
         answers = await run(stack.url, salted, strike, Progress())
         over = time.monotonic()
-        row.rounds += 1
+        missed += strike.missed
+        if missed > len(plan):
+            problems.append(f"{kind}: no transfer to strike, again and again")
+            break
+        row.rounds += not strike.missed
+        if not strike.missed:
+            left.popleft()
         for request, answer, expected in zip(requests, answers, baseline, strict=True):
             row.answers += 1
             row.first_after = max(row.first_after, answer.first_after)

@@ -53,7 +53,7 @@ def _as_chat(
     for index, turn in enumerate(request.messages):
         chat.take(turn, f"messages[{index}]")
     if not chat.messages:
-        raise invalid_field("messages", "have only blocks of tools that no server here runs")
+        raise invalid_field("messages", "has only blocks of tools that another server ran")
     thinking, config = request.thinking, request.output_config
     body: dict[str, Any] = {
         "messages": chat.messages,
