@@ -5,7 +5,7 @@ import importlib
 from engine.executor.environment import compute_processes, configure_environment
 from engine.shared.template import TemplateLaunch, run
 
-LOADED = ("engine.process.main", "engine.executor.in_process")
+LOADED = ("engine.process.main", "engine.executor.in_process", "numba")
 """With torch, but nothing that computes: no thread may be there yet."""
 
 
