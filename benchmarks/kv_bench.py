@@ -85,7 +85,7 @@ def tiers(options: argparse.Namespace, console: Console) -> None:
             "--kv-memory-tier-bytes", "4GiB", "--kv-disk-tier-dir", directory,
         )  # fmt: skip
         with RunningStack(*options.serve, *flags, timeout=600) as running:
-            first_token(running, made_up(-1, options.prompt), 0)  # warms up
+            first_token(running, made_up(999, options.prompt), 0)  # warms up
             yield running
 
     seeds = range(options.rounds)
