@@ -341,7 +341,7 @@ def test_preemption_chunks_overlap_and_drafts_change_no_output(
         if rng.random() < 0.3:
             sampling["grammar_after"] = "a"
         requests.append((id, spec, length, sampling, rng.randint(0, 3)))
-    engine = make(blocks=50, **options)
+    engine = make(blocks=30, **options)
     for id, spec, length, sampling, priority in requests:
         engine.add(id, spec, length=length, priority=priority, **sampling)
         if id % 3 == 0 and engine.core.has_work:
