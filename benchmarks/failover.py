@@ -26,7 +26,6 @@ after each round all KV blocks must be free.
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import re
@@ -404,9 +403,7 @@ def disturb_for_minutes(
         await asyncio.gather(strike(stack, tally, deadline, options.stop_seconds), *clients)
 
     asyncio.run(everything())
-    idle_by = time.monotonic() + 45
-    while not (idle := is_idle(stack)) and time.monotonic() < idle_by:
-        time.sleep(0.5)
+    idle = asyncio.run(becomes_idle(stack, 45))
     console.print(f"disturbances: {dict(tally.strikes)}")
     console.print(
         f"requests: {tally.right} right, {len(tally.wrong)} wrong or failed, {tally.excused} lost "
@@ -531,9 +528,9 @@ async def by_engine(stack: RunningStack, series: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in result}
 
 
-async def becomes_idle(stack: RunningStack) -> bool:
-    """Wait until the stack is at rest; return False if it takes too long."""
-    deadline = time.monotonic() + IDLE_WITHIN
+async def becomes_idle(stack: RunningStack, seconds: float = IDLE_WITHIN) -> bool:
+    """Wait until the stack is at rest; return False if it takes longer."""
+    deadline = time.monotonic() + seconds
     while not (idle := await asyncio.to_thread(is_idle, stack)):
         if time.monotonic() > deadline:
             break
@@ -548,16 +545,16 @@ async def strike_transfers(
     """Run these strikes; return the results of each kind, and any problems.
 
     Args:
-        known: the answers of an engine that does everything.
-        plan: kinds of `STRIKES`, one per round.
+        baseline: the answers of an engine that does everything.
+        plan: kinds of `STRIKES`, one per round. A round that had no transfer is repeated.
     """
     rows: dict[str, Row] = {kind: Row() for kind in plan}
     problems = []
-    missed, left = 0, deque(plan)
-    for number in itertools.count():
-        if not left:
+    remaining = deque(plan)
+    for number in range(2 * len(plan)):
+        if not remaining:
             break
-        kind = left[0]
+        kind = remaining[0]
         row = rows[kind]
         strike = Strike(kind, stack, links, 3 * row.rounds, stop_seconds)
         # With a new salt in each round, no engine has the prompts' blocks.
@@ -568,13 +565,9 @@ async def strike_transfers(
         broken_before = await by_engine(stack, "kv_transfer_failures_total")
         answers = await run(stack.url, salted, strike, Progress())
         over = time.monotonic()
-        missed += strike.missed
-        if missed > len(plan):
-            problems.append(f"{kind}: no transfer to strike, again and again")
-            break
-        row.rounds += not strike.missed
         if not strike.missed:
-            left.popleft()
+            remaining.popleft()
+            row.rounds += 1
         for request, answer, expected in zip(requests, answers, baseline, strict=True):
             row.answers += 1
             row.first_after = max(row.first_after, answer.first_after)
@@ -592,6 +585,7 @@ async def strike_transfers(
         for engine, count in (await by_engine(stack, "kv_transfer_failures_total")).items():
             row.broken += max(0, count - broken_before.get(engine, 0))
         print(f"{kind}: {row}", flush=True)
+    problems += [f"{kind}: no transfer to strike" for kind in remaining]
     return rows, problems
 
 
@@ -618,9 +612,8 @@ def split(
         )
         if waits_for_offers:
             await asyncio.sleep(OFFERED_FOR)
-            await run(
-                stack.url, make_requests(1, 1), None, Progress()
-            )  # idle engines do not report stats
+            # Idle engines do not report stats.
+            await run(stack.url, make_requests(1, 1), None, Progress())
             if any((await by_engine(stack, "kv_transfer_offered_bytes")).values()):
                 problems.append("blocks are offered for ever")
         await asyncio.to_thread(stack.stop)

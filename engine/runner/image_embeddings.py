@@ -124,14 +124,14 @@ class ImageEmbeddings:
         return ImageTokens(to_device(np.concatenate(tokens), joined.device), joined, whole)
 
     def _without_breaks(
-        self, image: SlotImage, part: IntArray, kept: Tensor
+        self, image: SlotImage, part: IntArray, cached: Tensor
     ) -> tuple[IntArray, Tensor]:
         """Return the positions of a part that are not between rows, and their embeddings."""
         _, width = self._grid(image)
         rows, columns = np.divmod(part - image.position, width + 1)
         is_shown = columns < width
         indices = (rows * width + columns)[is_shown]
-        return part[is_shown], kept.index_select(0, to_device(indices, kept.device))
+        return part[is_shown], cached.index_select(0, to_device(indices, cached.device))
 
     def _whole(
         self,

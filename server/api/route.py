@@ -81,7 +81,7 @@ async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
         pydantic.ValidationError: the body does not match `model`.
     """
     ids: dict[str, list[int] | list[list[int]]] = {}
-    shown: list[bytes | msgspec.Raw] = []  # joined once: a field may have megabytes
+    parts: list[bytes | msgspec.Raw] = []  # joined once: a field may have megabytes
     for name, field in model.model_fields.items():
         key = field.alias or name
         if key not in given:
@@ -91,9 +91,9 @@ async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
         if is_long and (found := await _read_ids(bytes(text))):
             ids[name] = found
             text = b"[0]" if isinstance(found[0], int) else b"[[0]]"
-        shown += [b"," if shown else b"{", msgspec.json.encode(key), b":", text]
+        parts += [b",", msgspec.json.encode(key), b":", text]
     await asyncio.sleep(0)
-    body = model.model_validate_json(b"".join([*shown, b"}"] if shown else [b"{}"]))
+    body = model.model_validate_json(b"".join([b"{", *parts[1:], b"}"]))
     for name, value in ids.items():
         setattr(body, name, value)
     return body

@@ -20,8 +20,8 @@ MAX_SCANS = 200
 """Maximum scans in a JPEG file: each covers the entire image. Encoders write about ten."""
 
 Image.MAX_IMAGE_PIXELS = None  # `ImageFile` enforces its own limit
+# Pillow warns of each invalid tag: one image could write 65,535 lines to the log.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-"""Pillow warns of each wrong tag of a file: 65,535 lines in the log, for one image of a client."""
 
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap the sides."""

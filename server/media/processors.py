@@ -311,19 +311,20 @@ class InternVL:
     def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         side = config["vision_config"].get("image_size", 448)
         self._side = int(side[0] if isinstance(side, list) else side)
-        wanted = {"height": self._side, "width": self._side}
-        if settings.get("size", wanted) != wanted:
+        square = {"height": self._side, "width": self._side}
+        if settings.get("size", square) != square:
             raise BadProcessor(f"size is not that of the encoder's images, {self._side} pixels")
         # transformers' processor of this model splits images unless the request says otherwise.
-        least, most = int(settings.get("min_patches", 1)), int(settings.get("max_patches", 12))
-        sides = range(1, most + 1)
+        min_tiles = int(settings.get("min_patches", 1))
+        max_tiles = int(settings.get("max_patches", 12))
+        sides = range(1, max_tiles + 1)
         grids = [(rows, columns) for columns in sides for rows in sides]
-        kept = [grid for grid in grids if least <= math.prod(grid) <= most]
-        self._grids = sorted(kept, key=math.prod)
+        allowed = [grid for grid in grids if min_tiles <= math.prod(grid) <= max_tiles]
+        self._grids = sorted(allowed, key=math.prod)
         self._resample = Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC))
         tokens = settings.get("image_seq_length") or config.get("image_seq_length") or 256
         self._num_tokens = int(tokens)
-        self.name = f"internvl {self._side} {least} {most} {self._resample}"
+        self.name = f"internvl {self._side} {min_tiles} {max_tiles} {self._resample}"
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles."""

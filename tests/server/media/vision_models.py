@@ -9,29 +9,30 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.engine.tiny_models import IMAGE_TOKEN, Checkpoint, save_tiny_model_with_vision
 from tests.server.media.conftest import TEMPLATE
 
+NORMALIZATION: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5]}
 SETTINGS: dict[str, Any] = {
     "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32},
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 QWEN: dict[str, Any] = {
     "patch_size": 4, "merge_size": 2, "min_pixels": 16 * 16, "max_pixels": 48 * 48,
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 GEMMA3: dict[str, Any] = {
     "size": {"height": 32, "width": 32}, "image_seq_length": 16,
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 MISTRAL3: dict[str, Any] = {
     "size": {"longest_edge": 32},
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 LLAVA: dict[str, Any] = {
     "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 INTERNVL: dict[str, Any] = {
     "size": {"height": 32, "width": 32}, "max_patches": 4,
-    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5],
+    **NORMALIZATION,
 }  # fmt: skip
 _OF_TOWERS = {
     "mistral3": (MISTRAL3, "[IMG]"),
