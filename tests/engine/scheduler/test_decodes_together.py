@@ -39,7 +39,7 @@ class Decodes:
 
     def step(self) -> list[int]:
         """Return the tenant of each row of the next step."""
-        held = self.fairness.hold(self.requests)
+        held = self.fairness.begin_decodes(self.requests)
         return [each.tenant for each in self.requests if each.id not in held]
 
     def rows(self, steps: int) -> list[int]:
@@ -77,5 +77,5 @@ def test_every_sequence_of_a_large_tenant_gets_its_turn() -> None:
     engine = Decodes([2, *[50] * 9])
     waiting = {each.id for each in engine.requests}
     for _ in range(60):
-        waiting &= set(engine.fairness.hold(engine.requests))
+        waiting &= set(engine.fairness.begin_decodes(engine.requests))
     assert not waiting

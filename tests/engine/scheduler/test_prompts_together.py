@@ -57,7 +57,7 @@ class Engines:
     def step(self, wanted: Callable[[int], int]) -> int:
         """Compute a step in which each tenant wants a prompt; return how many tokens it has."""
         rows = len(self.streams)
-        self.fairness.hold(self.streams)
+        self.fairness.begin_decodes(self.streams)
         self.fairness.begin_prefill(rows)
         total = 0
         shares = self.fairness.shares

@@ -17,7 +17,7 @@ MakeRig = Callable[..., Any]
 SLOWDOWN = 1.3
 ENGINE = Capacity(slots=64, blocks=2048)
 PART = int((SLOWDOWN - 1) * (PRIOR_BASE + 1))
-"""Rows of a party beside one row of others, as long as nothing is known of costs."""
+"""Rows of a flow beside one row of others, as long as nothing is known of costs."""
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
@@ -191,7 +191,7 @@ def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough()
         fairness.add(each)
         fairness.start(each)
     fairness.masked(costly, 10_000)
-    held = [fairness.hold([costly, plain]) for _ in range(100)]
+    held = [fairness.begin_decodes([costly, plain]) for _ in range(100)]
     assert not any(plain.id in each for each in held)
     computed = sum(costly.id not in each for each in held)
     # Ten milliseconds are a hundred rows, and its part of a step is a tenth of that.
@@ -268,7 +268,7 @@ def test_resubmitted_beams_get_no_more_than_the_share_of_their_request(length: i
     computed, spent, steps = 0, 0.0, 400
     left: list[int] = []
     for _ in range(steps):
-        fairness.hold(streams)
+        fairness.begin_decodes(streams)
         left = left or [length] * 32
         mixes = False
         while left:
