@@ -145,7 +145,7 @@ class CoordinatorState:
             case FleetRequest():
                 actions += self._order_fleet(self._fleet.handle_request(event))
             case AdaptersInUse(front_end, incarnation):
-                self._adapters.front_end_has((front_end, incarnation), event)
+                self._adapters.front_end_reported((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
                 is_member = (front_end, incarnation) in self._members.all_front_ends
                 self._publication.changed |= is_member and self._tenants.take(event)
@@ -205,7 +205,7 @@ class CoordinatorState:
         return self._members.find(message) is not None
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
-        refusal = self._exceeds_plan(hello) or self._members.why_refused(hello)
+        refusal = self._exceeds_plan(hello) or self._members.refusal(hello)
         if refusal is not None:
             return [Reply(sender, refusal)]
         members = self._members.of(hello.kind)
@@ -289,7 +289,7 @@ class CoordinatorState:
         member.group_status = message.group_status
         member.process = replace(member.process, use=message.use)
         if message.kind == "engine":
-            self._adapters.engine_has((message.index, message.incarnation), message.adapters)
+            self._adapters.engine_reported((message.index, message.incarnation), message.adapters)
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
         if isinstance(message, Draining) and not member.draining:
             member.draining, member.ready = True, False

@@ -21,7 +21,7 @@ from engine.shared import settings
 from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, ModelConfig
 from engine.shared.devices import num_cuda_devices
 from engine.shared.logs import open_standard_descriptors
-from engine.shared.own_process import raise_descriptor_limit
+from engine.shared.process_state import raise_descriptor_limit
 from engine.shared.version import SWELL_VERSION
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
@@ -141,7 +141,7 @@ def _doctor(config: DoctorConfig) -> int:
     def processor() -> str:
         from engine.kernels import processor as processors
 
-        kind, found = processors.kind(), processors.found_kind()
+        kind, found = processors.kind(), processors.detected_kind()
         taken = f", taken for {kind}" if kind != found else ""
         return f"{found}{taken}; kernels for {kind.target}"
 

@@ -67,7 +67,7 @@ def kind() -> Kind:
         ValueError: the configured name is not a kind of this architecture.
     """
     if not is_chosen():
-        return found_kind()
+        return detected_kind()
     name = os.environ[VARIABLE]
     known = [each for each in Kind if is_x86() != (each in (Kind.BF16, Kind.OTHER))]
     if name not in known:
@@ -75,7 +75,7 @@ def kind() -> Kind:
     return Kind(name)
 
 
-def found_kind() -> Kind:
+def detected_kind() -> Kind:
     """Return this processor's kind, ignoring configuration."""
     if not is_x86():
         has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -202,5 +202,5 @@ def row_price(device: torch.device, *, in_16_bits: bool) -> float:
 
 
 if __name__ == "__main__":
-    chosen, found = kind(), found_kind()
+    chosen, found = kind(), detected_kind()
     print(f"processor: {found}" if chosen == found else f"processor: {found}, taken for {chosen}")

@@ -45,14 +45,14 @@ class Cluster:
             else AdapterLoadResult(each.serial, each.version or version or f"v-{each.path}")
             for each in self.table.entries
         ]
-        self.registry.engine_has(engine, held)
+        self.registry.engine_reported(engine, held)
         self.advance()
 
     def front_end(self, front_end: Any) -> None:
         """A front end has taken the newest table."""
         index, incarnation = front_end
         in_use = sorted(self.in_use[front_end])
-        self.registry.front_end_has(
+        self.registry.front_end_reported(
             front_end, AdaptersInUse(index, incarnation, self.table.revision, in_use)
         )
         self.advance()

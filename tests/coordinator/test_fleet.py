@@ -1,12 +1,12 @@
 """Orders for all engines of a group."""
 
 from coordinator.adapters import FleetOrders
-from engine.core.halting import calls_of
+from engine.core.halting import calls_between
 from engine.shared.messages import FleetOrder, FleetRequest
 
 
 def names(before: FleetOrder, after: FleetOrder) -> list[tuple[str, dict[str, object]]]:
-    return [(call.name, dict(call.arguments)) for call in calls_of(before, after)]
+    return [(call.name, dict(call.arguments)) for call in calls_between(before, after)]
 
 
 def test_a_repeated_request_counts_once() -> None:

@@ -29,7 +29,7 @@ from engine.shared.messages import (
     WakeUp,
     Welcome,
 )
-from engine.shared.own_process import Descriptors
+from engine.shared.process_state import Descriptors
 from engine.shared.version import PROTOCOL_VERSION
 
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")

@@ -308,8 +308,8 @@ class EndsInOneGather(EngineWave):
 
     def landed(self) -> None:
         super().landed()
-        if self._settles and not self._in_flight:
-            self._settles = False
+        if self._must_land and not self._in_flight:
+            self._must_land = False
             self._stop(self._judged)
 
 

@@ -25,7 +25,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.cpu.lists import read_lists
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
 from engine.vllm.core import _compute_whole_prompts, _thread_settings
-from engine.vllm.requests import Moves, NotOffered, core_request, structured
+from engine.vllm.requests import Continuation, UnsupportedParameter, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
 for lenient in (False, True):
@@ -45,15 +45,15 @@ free_first = SamplingParams(
 for name, value in {**asked, "sampling": free_first}.items():
     fields = {"sampling": SamplingParams(max_tokens=1, seed=1), name: value}
     try:
-        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Moves.RESUMED)
-    except NotOffered as error:
+        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Continuation.RESUMED)
+    except UnsupportedParameter as error:
         refused[name] = error.param
 print(json.dumps(refused))
 drawn = []
 for seed_given in (True, False):
     sampling = SamplingParams(max_tokens=1, seed=7, seed_given=seed_given)
     message = AddRequest(1, "x", 0, 0, [1], sampling)
-    drawn.append(core_request(message, {}, None, Moves.RESUMED).sampling_params.seed)
+    drawn.append(core_request(message, {}, None, Continuation.RESUMED).sampling_params.seed)
 print(json.dumps(drawn))
 too_short = {"long_prefill_token_threshold": 5}
 try:

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.rules import why_no_images
+from engine.executor.rules import image_refusal
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
@@ -286,8 +286,8 @@ def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
     assert gemma is not None
     assert other is not None
     config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
-    assert why_no_images(config, other) is None
-    found = why_no_images(config, gemma)
+    assert image_refusal(config, other) is None
+    found = image_refusal(config, gemma)
     assert found is None if reason is None else reason in (found or "")
 
 

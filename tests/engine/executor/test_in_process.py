@@ -253,15 +253,15 @@ def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
     other = executor.submit(plan([7, 8, 9])).result()
     assert other != before
     assert executor.info.model_fingerprint != fingerprint.model_fingerprint
-    executor.settle_weights(back=True)
+    executor.settle_weights(revert=True)
     assert executor.submit(plan([7, 8, 9])).result() == before
     assert executor.info == fingerprint
 
     executor.take_weights()
-    executor.settle_weights(back=False)
+    executor.settle_weights(revert=False)
     assert executor.submit(plan([7, 8, 9])).result() == other
     with pytest.raises(CannotDo, match="no longer available"):
-        executor.settle_weights(back=True)
+        executor.settle_weights(revert=True)
 
 
 def test_what_a_trainer_cannot_replace_is_refused_by_name(

@@ -156,11 +156,11 @@ def test_what_a_trainer_sends_is_cut_like_a_checkpoint(
     monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(sent))
     cluster.executor.take_weights()
     assert tokens(cluster.driver) != before
-    cluster.executor.settle_weights(back=True)
+    cluster.executor.settle_weights(revert=True)
     assert tokens(cluster.driver) == before
     monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(stored))
     cluster.executor.take_weights()
-    cluster.executor.settle_weights(back=False)
+    cluster.executor.settle_weights(revert=False)
     assert tokens(cluster.driver) == before
 
 

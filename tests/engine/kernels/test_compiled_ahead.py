@@ -26,7 +26,7 @@ def needs(is_there: bool, feature: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernel cache directory."""
-    monkeypatch.setattr(compiling, "_kept_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling, "_cache_directory", lambda: str(tmp_path))
     return tmp_path
 
 

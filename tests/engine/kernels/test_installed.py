@@ -10,7 +10,7 @@ import pytest
 from engine.kernels.cpu import installed
 from engine.kernels.cpu.compiling import TARGET
 from engine.kernels.cpu.installed import COMMON_HEADS, environment_for
-from engine.kernels.cpu.kept import installed_directory
+from engine.kernels.cpu.kernel_cache import installed_directory
 from engine.kernels.cpu.targets import X86_TARGETS, Target
 from engine.models.hf_config import read_spec
 from engine.shared.config import BUNDLED_MODEL

@@ -61,7 +61,7 @@ def test_kinds_differ_in_vendor_and_instructions(
     expected: Kind,
 ) -> None:
     pretend(monkeypatch, tmp_path, vendor=vendor, features=features)
-    assert processor.found_kind() is expected
+    assert processor.detected_kind() is expected
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -70,7 +70,7 @@ def test_on_other_architectures_onednn_says_whether_it_multiplies_16_bits(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    assert processor.found_kind() is (Kind.BF16 if has_bf16 else Kind.OTHER)
+    assert processor.detected_kind() is (Kind.BF16 if has_bf16 else Kind.OTHER)
 
 
 def test_a_kind_of_another_architecture_is_refused(

@@ -48,11 +48,11 @@ def test_few_rows_are_summed_in_as_many_parts_as_there_are(
     weight, x = torch.randn(640, 96).bfloat16(), torch.randn(5, 96).bfloat16()
     whole = BlockedLinear(weight, None)(x)
     monkeypatch.setattr(blocked, "_MAX_EMBEDDINGS", most)
-    blocked._most_bags.cache_clear()
+    blocked._max_bags.cache_clear()
     try:
         assert torch.equal(BlockedLinear(weight, None)(x), whole)
     finally:
-        blocked._most_bags.cache_clear()
+        blocked._max_bags.cache_clear()
 
 
 def test_a_row_does_not_depend_on_the_few_others_of_its_step() -> None:

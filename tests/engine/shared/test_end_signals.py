@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SCRIPT = "from engine.shared.own_process import end_signals; print(*map(int, end_signals()))"
+SCRIPT = "from engine.shared.process_state import end_signals; print(*map(int, end_signals()))"
 IN_A_TERMINAL = (
     "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "os.execvp(sys.argv[1], sys.argv[1:])"

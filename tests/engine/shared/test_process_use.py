@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from engine.shared.own_process import Descriptors, process_use
+from engine.shared.process_state import Descriptors, process_use
 
 
 def test_a_process_says_what_it_takes_of_its_machine() -> None:

@@ -79,12 +79,12 @@ class Taker:
 
 def test_what_the_engines_can_run_does_not_count_against_the_queue() -> None:
     node = admission(slots=3, max_queue=2)
-    places = [node.reserve(1, 10, 0.0) for _ in range(5)]
+    reservations = [node.reserve(1, 10, 0.0) for _ in range(5)]
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 10, 0.0)
     assert refused.value.what == "requests"
-    places[0].release()
-    places[0].release()
+    reservations[0].release()
+    reservations[0].release()
     node.reserve(1, 10, 0.0)
     with pytest.raises(Overloaded):
         node.reserve(1, 10, 0.0)
@@ -176,14 +176,14 @@ def test_a_front_end_that_is_stopped_while_it_holds_the_lock_stops_nobody(tmp_pa
 def test_the_time_to_come_again_follows_from_the_measured_drain_rate() -> None:
     node = admission(max_queue=40)
     now = 100.0
-    places = [node.reserve(1, 1, now) for _ in range(40)]
+    reservations = [node.reserve(1, 1, now) for _ in range(40)]
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 1, now)
     assert refused.value.retry_after == 1
     for _ in range(8):
         now += 1.0
-        places.pop().release()
-        places.append(node.reserve(1, 1, now))
+        reservations.pop().release()
+        reservations.append(node.reserve(1, 1, now))
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 1, now)
     # At one per second, half of the 40 waiting requests are done after 20 s.

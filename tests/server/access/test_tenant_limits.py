@@ -84,13 +84,13 @@ def test_a_request_larger_than_the_queue_shuts_nobody_out() -> None:
 
 def test_a_key_has_at_most_so_many_sequences() -> None:
     admission = node(several=False, max_sequences_per_key=5)
-    places = [admission.reserve(2, 1, 0.0, HOG) for _ in range(2)]
+    reservations = [admission.reserve(2, 1, 0.0, HOG) for _ in range(2)]
     with pytest.raises(Overloaded, match=r"max_sequences_per_key is 5") as refused:
         admission.reserve(2, 1, 0.0, HOG)
     assert refused.value.what == "requests"
     admission.reserve(1, 1, 0.0, HOG)
     admission.reserve(5, 1, 0.0, GUEST)
-    places[0].release()
+    reservations[0].release()
     admission.reserve(2, 1, 0.0, HOG)
 
 
