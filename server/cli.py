@@ -29,7 +29,7 @@ from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, GuardConfig, ServeConfig
 from server.config.commands import defaults_for
-from server.config.shown import changed_settings
+from server.config.display import changed_settings
 from server.config.tools import (
     CachedConfig,
     DoctorConfig,

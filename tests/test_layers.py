@@ -109,7 +109,7 @@ STATE_MACHINES = [
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
-            "server/fleet/ray/needs.py", "server/fleet/ray/packing.py",
+            "server/fleet/ray/resources.py", "server/fleet/ray/packing.py",
         )
     ),
 ]  # fmt: skip

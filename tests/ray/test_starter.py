@@ -15,8 +15,8 @@ from server.config import FrontEndConfig
 from server.fleet.child import Program, ProgramExit
 from server.fleet.ray.cluster import ActorLost, Group
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
-from server.fleet.ray.needs import _torch
 from server.fleet.ray.packing import Packing, RayNode, Resources
+from server.fleet.ray.resources import _torch
 from server.fleet.ray.starter import Ranks, RayHandle, api_server_role
 from tests.support.waiting import until_async
 

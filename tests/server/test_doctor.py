@@ -12,7 +12,7 @@ import pytest
 from engine.shared.config import ModelConfig
 from server import doctor as command
 from server.config import GuardConfig, ServeConfig, StoreConfig
-from server.config.shown import changed_settings
+from server.config.display import changed_settings
 from server.config.tools import DoctorConfig, DoctorTarget
 from server.doctor import Check, doctor, examine
 

@@ -24,7 +24,7 @@ from server.config.fleet import SupervisorConfig
 from server.fleet.backend import CannotServe, ProcessBackend
 from server.fleet.child import Child, Program
 from server.fleet.node_resources import of_standalone_engine, plan_cpus
-from server.fleet.ray.needs import engine_config
+from server.fleet.ray.resources import engine_config
 from server.fleet.roles import coordinator_role, front_end_roles
 from tests.support.waiting import PATIENCE
 

@@ -75,28 +75,28 @@ def test_a_successor_begins_without_connections(tmp_path: Path) -> None:
 
 
 def test_courtesy_ends_where_nobody_comes() -> None:
-    courtesy = AcceptBackoff()
-    assert not courtesy.gives_way(share_is_large=False)
+    backoff = AcceptBackoff()
+    assert not backoff.should_yield(share_is_large=False)
     between = []
     for _ in range(8):
         count = 0
-        while not courtesy.gives_way(share_is_large=True):
+        while not backoff.should_yield(share_is_large=True):
             count += 1
-        courtesy.not_taken()
+        backoff.neighbour_declined()
         between.append(count)
     assert between == [0, 0, 1, 3, 7, 15, 31, 63]
     for _ in range(63):
-        assert not courtesy.gives_way(share_is_large=True)
-    courtesy.taken()
-    assert courtesy.gives_way(share_is_large=True)
+        assert not backoff.should_yield(share_is_large=True)
+    backoff.neighbour_accepted()
+    assert backoff.should_yield(share_is_large=True)
 
 
 def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
-    courtesy = AcceptBackoff()
+    backoff = AcceptBackoff()
     for _ in range(5):
-        courtesy.not_taken()
-    assert not courtesy.gives_way(share_is_large=False)
-    assert courtesy.gives_way(share_is_large=True)
+        backoff.neighbour_declined()
+    assert not backoff.should_yield(share_is_large=False)
+    assert backoff.should_yield(share_is_large=True)
 
 
 async def test_a_front_end_with_many_connections_leaves_new_ones_to_others(

@@ -27,7 +27,7 @@ from server.observe.tracing import (
     request_tracer,
 )
 from server.router.generation_client import NoEngineAvailable
-from server.router.request import EngineStay, EngineTimes
+from server.router.request import EnginePeriod, EngineTimes
 from server.text.tokenizer import ServedTokenizer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -133,7 +133,7 @@ def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own
     times.sent(2, arrived + 4.0)
     times.record_timing(RequestTiming(0.125, 0.25, 1.0), arrived + 6.0, last=True)
     times.ended(arrived + 6.0)
-    tracer.record(ended_request(stays=[times.stays]))
+    tracer.record(ended_request(engine_periods=[times.engine_periods]))
     tracer.close()
     spans = {each.name: each for each in collector.spans}
     request = spans.pop("chat tiny")
@@ -155,8 +155,8 @@ def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own
 def test_a_request_of_many_sequences_has_spans_for_the_engines_of_some_of_them(
     tracer: RequestTracer, collector: Collector
 ) -> None:
-    stays = [[EngineStay(0, 0.0, 1.0, None)] for _ in range(MAX_TRACED_SEQUENCES + 5)]
-    tracer.record(ended_request(stays=stays))
+    engine_periods = [[EnginePeriod(0, 0.0, 1.0, None)] for _ in range(MAX_TRACED_SEQUENCES + 5)]
+    tracer.record(ended_request(engine_periods=engine_periods))
     tracer.close()
     assert len(collector.spans) == 1 + MAX_TRACED_SEQUENCES
 

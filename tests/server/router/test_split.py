@@ -73,8 +73,8 @@ def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -
     assert answer(cluster, stream) == ANSWER
     [(_, shown)] = stream.unread.take()
     assert (shown.token_ids, shown.num_cached_tokens) == (ANSWER, 4)
-    stays = stream.times.stays
-    assert [each.engine for each in stays] == [0]
+    engine_periods = stream.times.engine_periods
+    assert [each.engine for each in engine_periods] == [0]
 
 
 def test_engines_are_looked_through_only_where_some_compute_prompts(

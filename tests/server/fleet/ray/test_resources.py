@@ -12,11 +12,11 @@ from engine.shared.config import (
 )
 from server.config import RayConfig
 from server.fleet.backend import CannotServe
-from server.fleet.ray.needs import (
+from server.fleet.ray.resources import (
     copied_environment,
     differences,
     engine_config,
-    needs_of_rank,
+    rank_resources,
     uses_gpus,
 )
 
@@ -49,13 +49,13 @@ TWO = ParallelConfig(tensor_parallel_size=2, data_parallel_rank=3)
 def test_needs_follow_from_the_parallel_settings(
     config: EngineConfig, ray: RayConfig, has_gpus: bool, needs: dict[str, float]
 ) -> None:
-    assert needs_of_rank(config, ray, has_gpus=has_gpus) == needs
+    assert rank_resources(config, ray, has_gpus=has_gpus) == needs
 
 
 @pytest.mark.parametrize("text", ["slot", "[1]", '{"slot": "one"}', '{"slot": 0}', '{"a": -1}'])
 def test_resources_that_are_none_are_refused_by_the_settings_name(text: str) -> None:
     with pytest.raises(CannotServe, match="--ray-engine-resources"):
-        needs_of_rank(EngineConfig(), RayConfig(ray_engine_resources=text), has_gpus=False)
+        rank_resources(EngineConfig(), RayConfig(ray_engine_resources=text), has_gpus=False)
 
 
 def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it_is_shown() -> None:
@@ -82,8 +82,8 @@ def test_only_variables_that_are_named_are_copied_and_never_what_belongs_to_a_no
 
 
 def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.fleet.ray.needs.SWELL_VERSION", "0.2.0")
-    monkeypatch.setattr("server.fleet.ray.needs._torch", lambda: "2.13.0")
+    monkeypatch.setattr("server.fleet.ray.resources.SWELL_VERSION", "0.2.0")
+    monkeypatch.setattr("server.fleet.ray.resources._torch", lambda: "2.13.0")
     relay = {"relay": "server.fleet.ray.messages"}
     assert differences({"swell": "0.2.0", "torch": "2.13.0", **relay}, "b") is None
     message = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")
