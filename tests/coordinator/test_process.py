@@ -88,7 +88,7 @@ def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[
         assert b"Traceback" not in errors, errors.decode()
 
 
-def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
+def test_joining_member_is_published_to_all(peer: Peer) -> None:
     front = peer.subscribe(socket_addresses(peer.address)[0])
     empty = receive(front, ClusterView)
     assert isinstance(empty, ClusterView)
@@ -167,7 +167,7 @@ def test_engines_are_notified_of_a_front_end_immediately(peer: Peer) -> None:
     assert [entry.addresses for entry in order.front_ends] == [addresses]
 
 
-def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
+def test_malformed_messages_on_every_socket_are_harmless(peer: Peer) -> None:
     front_address, output_address, back_address = socket_addresses(peer.address)
     front, back = peer.subscribe(front_address), peer.subscribe(back_address)
     output = peer.transport.connect(zmq.PUSH, output_address)
@@ -232,7 +232,7 @@ def listens(address: tuple[str, int]) -> bool:
     return True
 
 
-def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
+def test_coordinator_short_of_descriptors_warns_and_stays_healthy(
     tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
     (port,) = free_ports(1)
