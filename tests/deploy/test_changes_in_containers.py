@@ -140,7 +140,7 @@ class Stack:
         return time.monotonic() - began
 
 
-def test_load_losses_and_keys_are_met_without_a_wrong_or_failed_answer(
+def test_load_failures_and_key_changes_cause_no_wrong_or_failed_answers(
     project: Compose, tmp_path: Path
 ) -> None:
     if shutil.which("prometheus") is None:

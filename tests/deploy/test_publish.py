@@ -30,7 +30,7 @@ def test_every_image_is_a_stage_of_the_dockerfile_with_arguments_that_it_has() -
         assert not name or f"ARG {name}" in DOCKERFILE
 
 
-def test_the_chart_names_no_image_that_is_not_published() -> None:
+def test_chart_names_only_published_images() -> None:
     published = {image["image"] for image in matrix()}
     for path in (CHART / "values.yaml", *EXAMPLES):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
