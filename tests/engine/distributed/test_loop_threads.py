@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no ba
         ("another", "SCHED_OTHER", "SCHED_OTHER"),
     ],
 )
-def test_threads_of_gloo_do_unless_somebody_has_chosen_how_they_run(
+def test_gloo_threads_get_batch_scheduling_unless_policy_was_set(
     name: str, chosen: str, after: str
 ) -> None:
     found = []

@@ -66,7 +66,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("llama4", 2, "as is best"),
     ],
 )
-def test_tokens_equal_those_of_one_engine_with_all_experts(
+def test_expert_parallel_tokens_equal_those_of_one_engine(
     world: World,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -216,7 +216,7 @@ def settings(directory: Path, **parallel: Any) -> EngineConfig:
     )
 
 
-def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint: SaveModel) -> None:
+def test_model_without_experts_is_loaded_fully_and_joins_no_group(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     for flag in (True, False):
         executor = InProcessExecutor(settings(directory, enable_expert_parallel=flag))
@@ -224,7 +224,7 @@ def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint: 
             executor.prepare_group(0, 2)
 
 
-def test_one_engine_alone_is_a_group_of_its_own(
+def test_single_engine_is_a_group_of_one(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     directory = checkpoint("mixtral").directory

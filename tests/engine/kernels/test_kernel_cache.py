@@ -53,7 +53,7 @@ def test_a_directory_that_others_may_write_is_not_used(
     assert cache_directory(TARGET) == str(directory)
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same(
+def test_uncacheable_kernels_are_still_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -65,7 +65,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(
     assert torch.equal(out, CompiledKernels().swiglu(x))
 
 
-def test_what_came_with_the_installation_is_there_from_the_beginning(installed: Path) -> None:
+def test_installed_kernels_are_cached_from_start(installed: Path) -> None:
     directory = cache_directory(TARGET)
     assert directory is not None
     assert Path(directory) != installed
@@ -73,20 +73,20 @@ def test_what_came_with_the_installation_is_there_from_the_beginning(installed: 
     assert (Path(directory) / "kernels" / "one.nbc").read_bytes() == b"code"
 
 
-def test_what_was_kept_before_is_left_alone(tmp_path: Path, installed: Path) -> None:
+def test_existing_cache_is_not_changed(tmp_path: Path, installed: Path) -> None:
     directory = tmp_path / "swell" / "kernels" / installed.name
     directory.mkdir(mode=0o700, parents=True)
     assert cache_directory(TARGET) == str(directory)
     assert not list(directory.iterdir())
 
 
-def test_kernels_of_another_target_are_not_taken(installed: Path) -> None:
+def test_kernels_of_other_targets_are_not_used(installed: Path) -> None:
     directory = cache_directory("another")
     assert directory is not None
     assert not list(Path(directory).iterdir())
 
 
-def test_engines_that_start_together_make_one_whole_copy(tmp_path: Path, installed: Path) -> None:
+def test_concurrent_engines_make_one_complete_copy(tmp_path: Path, installed: Path) -> None:
     target, together = tmp_path / "copies" / "one", Barrier(8)
 
     def copy(_: int) -> list[str]:
@@ -99,7 +99,7 @@ def test_engines_that_start_together_make_one_whole_copy(tmp_path: Path, install
     assert list(target.parent.iterdir()) == [target], "nothing else is left"
 
 
-def test_what_cannot_be_copied_is_compiled(
+def test_uncopyable_kernels_are_compiled(
     installed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

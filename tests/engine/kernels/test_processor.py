@@ -181,7 +181,7 @@ def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
         (1, 1, True, 1, 1),
     ],
 )
-def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
+def test_small_model_leaves_a_core_to_front_ends_except_for_its_head(
     monkeypatch: pytest.MonkeyPatch,
     cores: int,
     engines: int,

@@ -45,7 +45,7 @@ def connected(
         yield socket
 
 
-def test_a_subscriber_gets_batches_and_asks_for_those_it_missed(
+def test_subscriber_gets_batches_and_replays_missed_ones(
     context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: object
 ) -> None:
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
@@ -147,14 +147,14 @@ def test_wrong_settings_are_refused_by_name(text: str, reason: str) -> None:
         read_settings(text)
 
 
-def test_events_may_be_off() -> None:
+def test_events_can_be_disabled() -> None:
     assert read_settings(None) is None
     assert read_settings('{"enable_kv_cache_events": false}') is None
     assert read_settings('{"publisher": "null"}') is None
     assert read_settings("{}") == KvEventSettings()
 
 
-def test_engines_without_a_prefix_cache_have_none() -> None:
+def test_engines_without_prefix_cache_publish_no_events() -> None:
     config = EngineConfig(cache=CacheConfig(kv_events_config="{}"))
     check_events(config, pools=False)
     with pytest.raises(BadKvEvents, match="generates"):

@@ -162,7 +162,7 @@ def test_sizes_that_agree_are_all_used() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (320, 192), (600, 450)])
-def test_a_row_of_a_product_has_the_same_bits_among_any_number(
+def test_product_row_has_same_bits_in_batch_of_any_size(
     outputs: int, inputs: int, threads: int
 ) -> None:
     before = torch.get_num_threads()
