@@ -104,7 +104,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         context.destroy(linger=0)
 
 
-def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: World) -> None:
+def test_engine_is_ready_once_its_front_end_routes_to_it(world: World) -> None:
     world.welcome([world.front_end])
     world.receiver.submit(Serve(SETUP))
     world.until_ready_is_told()
@@ -118,7 +118,7 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
     assert world.routed.wait(GUARD)
 
 
-def test_an_engine_without_front_ends_can_be_counted_on_at_once(world: World) -> None:
+def test_engine_without_front_ends_is_ready_immediately(world: World) -> None:
     world.welcome([])
     assert not world.routed.is_set()
     world.receiver.submit(Serve(SETUP))

@@ -88,7 +88,7 @@ ALL_CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), ALL_CASES)
-def test_a_token_is_computed_and_drawn_in_the_same_way_in_any_company(
+def test_token_is_computed_and_sampled_alike_in_any_batch(
     name: str,
     settings: dict[str, Any],
     checkpoint: SaveModel,
@@ -134,7 +134,7 @@ def test_capped_scores_are_refused_on_cpus(checkpoint: SaveModel, driver: LoadDr
         driver(checkpoint("gemma2").directory, batch_invariant=True)
 
 
-def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:
+def test_product_rows_do_not_affect_each_other() -> None:
     def row_sums_by_count(x: torch.Tensor) -> torch.Tensor:
         return x.sum(dim=1, keepdim=True) * (1 + len(x) * 1e-3)
 
@@ -210,7 +210,7 @@ def test_functions_with_one_kernel_are_tried_once() -> None:
         (torch.bfloat16, (4, 4), 48, False),
     ],
 )
-def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
+def test_joint_attention_has_bits_of_single_tokens(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, has_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads

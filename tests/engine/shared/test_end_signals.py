@@ -21,7 +21,7 @@ IN_A_TERMINAL = (
         (["nohup"], {signal.SIGTERM, signal.SIGINT}),
     ],
 )
-def test_a_closing_terminal_ends_what_is_not_under_nohup(
+def test_closing_terminal_ends_process_unless_nohup(
     command: list[str], expected: set[signal.Signals]
 ) -> None:
     done = subprocess.run(

@@ -24,7 +24,7 @@ def sent_bytes(message: AddRequest) -> list[int]:
     return [len(each.pixels) for each in message.encoder_inputs]
 
 
-def test_an_image_that_the_engine_has_is_sent_by_its_digest_alone() -> None:
+def test_image_held_by_engine_is_sent_as_digest() -> None:
     front_end, engine = ImageWindow(ROOM), ImageWindow(ROOM)
     first, second = image(1, 40), image(2, 30)
     for images, crossing in ([first], [40]), ([first, second], [0, 30]), ([second, second], [0, 0]):
@@ -55,7 +55,7 @@ def test_an_engine_without_a_window_gets_every_image() -> None:
     assert [sent_bytes(front_end.omit_held(request(image(1, 9)))) for _ in (1, 2)] == [[9], [9]]
 
 
-def test_an_engine_that_lost_a_message_says_so() -> None:
+def test_lost_message_is_detected() -> None:
     front_end, engine = ImageWindow(ROOM), ImageWindow(ROOM)
     front_end.omit_held(request(image(1, 40)))
     with pytest.raises(KeyError):
