@@ -111,7 +111,7 @@ def test_one_beam_is_the_most_likely_token_each_time() -> None:
 
 
 @pytest.mark.parametrize("shown", [0, 2])
-def test_of_alternatives_only_those_are_kept_that_are_shown(shown: int) -> None:
+def test_only_shown_alternatives_are_kept(shown: int) -> None:
     search = BeamSearch(Beams(3), 4, frozenset([1, 2]), shown)
     assert search.num_alternatives == 9
     while search.running:

@@ -63,7 +63,7 @@ def test_one_tenant_leaves_room_in_the_queue_for_others(
     assert of_other is None
 
 
-def test_one_tenant_leaves_room_in_the_background_for_others(
+def test_one_tenant_leaves_background_jobs_for_others(
     store: ResponseStore, go_on: threading.Event
 ) -> None:
     go_on.set()

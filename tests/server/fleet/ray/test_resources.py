@@ -46,19 +46,19 @@ TWO = ParallelConfig(tensor_parallel_size=2, data_parallel_rank=3)
          False, {"CPU": 1, "memory": 7000, "slot": 2}),
     ],
 )  # fmt: skip
-def test_needs_follow_from_the_parallel_settings(
+def test_resources_follow_from_parallel_settings(
     config: EngineConfig, ray: RayConfig, has_gpus: bool, needs: dict[str, float]
 ) -> None:
     assert rank_resources(config, ray, has_gpus=has_gpus) == needs
 
 
 @pytest.mark.parametrize("text", ["slot", "[1]", '{"slot": "one"}', '{"slot": 0}', '{"a": -1}'])
-def test_resources_that_are_none_are_refused_by_the_settings_name(text: str) -> None:
+def test_invalid_resources_are_refused_by_setting_name(text: str) -> None:
     with pytest.raises(CannotServe, match="--ray-engine-resources"):
         rank_resources(EngineConfig(), RayConfig(ray_engine_resources=text), has_gpus=False)
 
 
-def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it_is_shown() -> None:
+def test_engine_uses_requested_cores_and_visible_devices() -> None:
     config = EngineConfig(parallel=TWO)
     on_cpu = engine_config(config, gpus=False, max_engines_per_node=3)
     assert (on_cpu.executor.threads, on_cpu.model.device) == (2, "cpu")
@@ -71,7 +71,7 @@ def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it
     assert uses_gpus(given, has_gpus=False)
 
 
-def test_only_variables_that_are_named_are_copied_and_never_what_belongs_to_a_node() -> None:
+def test_only_named_variables_are_copied_except_node_specific_ones() -> None:
     here = {"HF_TOKEN": "x", "HF_HOME": "/h", "PATH": "/bin", "AWS_SECRET": "s",
             "CUDA_VISIBLE_DEVICES": "0"}  # fmt: skip
     assert copied_environment(["HF_*"], here) == {"HF_TOKEN": "x", "HF_HOME": "/h"}
