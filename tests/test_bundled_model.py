@@ -193,7 +193,7 @@ def test_predictions_hold_up_at_the_end_of_the_longest_context(model: Any, token
         "",
     ],
 )
-def test_tokenizer_gives_back_any_text(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
     assert all(0 <= token < len(tokenizer) for token in ids)
