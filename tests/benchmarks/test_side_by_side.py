@@ -11,9 +11,9 @@ from benchmarks.side_by_side import (
     Start,
     as_markdown,
     commit,
+    insert_first,
     keep,
     processor_of,
-    put_on_top,
 )
 
 XEON = Processor("Some(R) Xeon(R) CPU, family 6, model 167", ("amx_bf16",))
@@ -39,8 +39,8 @@ def test_the_file_of_a_processor_is_named_after_it() -> None:
 
 
 def test_newest_comparison_comes_first(tmp_path: Path) -> None:
-    put_on_top(tmp_path, XEON, "Monday, commit a", "| 1 |")
-    path = put_on_top(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
+    insert_first(tmp_path, XEON, "Monday, commit a", "| 1 |")
+    path = insert_first(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
     assert path.read_text().split("\n\n")[2:] == [
         "## Tuesday, commit b", "| 2 |", "## Monday, commit a", "| 1 |\n",
     ]  # fmt: skip
@@ -48,9 +48,9 @@ def test_newest_comparison_comes_first(tmp_path: Path) -> None:
 
 
 def test_continued_comparison_replaces_its_earlier_state(tmp_path: Path) -> None:
-    put_on_top(tmp_path, XEON, "Monday, commit a", "| 1 |")
-    put_on_top(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
-    text = put_on_top(tmp_path, XEON, "Monday, commit a", "| 3 |").read_text()
+    insert_first(tmp_path, XEON, "Monday, commit a", "| 1 |")
+    insert_first(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
+    text = insert_first(tmp_path, XEON, "Monday, commit a", "| 3 |").read_text()
     assert text.index("| 3 |") < text.index("| 2 |")
     assert "| 1 |" not in text
 

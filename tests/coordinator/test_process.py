@@ -66,7 +66,7 @@ def receive(socket: "zmq.Socket[bytes]", kind: object) -> object:
     return msgspec.msgpack.decode(socket.recv(), type=kind)
 
 
-def order_among_repeats(socket: "zmq.Socket[bytes]", repeated: object) -> object:
+def next_order(socket: "zmq.Socket[bytes]", repeated: object) -> object:
     """Return the next order other than `repeated`: who the front ends are is said once a while."""
     while (order := receive(socket, GroupOrder)) == repeated:
         pass
@@ -113,7 +113,7 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     assert receive(back, GroupOrder) == FrontEnds(welcome.epoch, [])
     receive(front, ClusterView)
     front.send(encode(WakeUp(0, 0, 0)))
-    assert order_among_repeats(back, FrontEnds(welcome.epoch, [])) == StartDpWave(0, 0)
+    assert next_order(back, FrontEnds(welcome.epoch, [])) == StartDpWave(0, 0)
     output = peer.transport.connect(zmq.PUSH, welcome.output_address)
     output.send(
         encode(
@@ -162,7 +162,7 @@ def test_engines_are_notified_of_a_front_end_immediately(peer: Peer) -> None:
     nobody = receive(back, GroupOrder)
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
     peer.request(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
-    order = order_among_repeats(back, nobody)
+    order = next_order(back, nobody)
     assert isinstance(order, FrontEnds)
     assert [entry.addresses for entry in order.front_ends] == [addresses]
 

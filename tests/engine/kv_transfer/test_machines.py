@@ -181,7 +181,7 @@ class TwoEngines(RuleBasedStateMachine):
     # -- what always holds -------------------------------------------------------------------
 
     @invariant()
-    def what_has_come_is_a_true_beginning(self) -> None:
+    def received_blocks_are_a_correct_prefix(self) -> None:
         for number, (pull, count, _) in self.pulls.items():
             expected = [self.true(name) for name in NAMES[:count]]
             assert self.got[number] == expected[: pull.num_received]
@@ -199,7 +199,7 @@ class TwoEngines(RuleBasedStateMachine):
             assert pull.is_over or self.now < pull.ends_at <= self.now + DEADLINE
 
     @invariant()
-    def no_more_than_a_window_is_on_its_way(self) -> None:
+    def requests_in_flight_are_within_window(self) -> None:
         for number, (pull, _, _) in self.pulls.items():
             on_its_way = sum(each[0] == number for each in (*self.questions, *self.answers))
             assert pull.is_over or on_its_way <= WINDOW

@@ -86,7 +86,7 @@ class World:
     def front_end(self) -> FrontEndEntry:
         return FrontEndEntry(0, 5, self._addresses)
 
-    def until_ready_is_told(self) -> None:
+    def until_ready_is_reported(self) -> None:
         while not isinstance(self.receive(self.registration, MemberMessage)[1], Ready):
             pass
 
@@ -107,7 +107,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_engine_is_ready_once_its_front_end_routes_to_it(world: World) -> None:
     world.welcome([world.front_end])
     world.receiver.submit(Serve(SETUP))
-    world.until_ready_is_told()
+    world.until_ready_is_reported()
     asked, session = 0, 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
         sender, greeting = world.receive(world.requests, RouteHello)

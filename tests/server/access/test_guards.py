@@ -106,7 +106,7 @@ SHOWN = {
 ALL_SHOWN = [path for paths in SHOWN.values() for path in paths]
 
 
-class TestWhatIsShown:
+class TestPublicPaths:
     def test_hosts_and_load_are_not_shown_without_a_key(self, http: Any) -> None:
         for path in ALL_SHOWN:
             for headers in ({}, bearer("wrong"), {"Authorization": SECRETS[0]}):

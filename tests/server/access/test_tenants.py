@@ -34,7 +34,7 @@ def tenancy(*keys: str, **tenants: Any) -> Tenancy:
     return Tenancy(config_of(*keys, **tenants))
 
 
-class TestWho:
+class TestTenantOfRequest:
     def test_every_key_is_a_tenant_and_equal_names_share_one(self, tmp_path: Path) -> None:
         file = tmp_path / "keys"
         file.write_text("# ours\nbatch: old-secret\nbatch: new-secret\nplain-secret\na:b\n")

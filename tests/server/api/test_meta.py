@@ -121,7 +121,7 @@ class TestWithoutTemplate:
         assert "chat template" in response.json()["error"]["message"]
 
 
-class TestWithPickyTemplate:
+class TestWithStrictTemplate:
     @pytest.fixture
     def tokenizer(self, tokenizer: ServedTokenizer) -> ServedTokenizer:
         source = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}x"

@@ -110,7 +110,7 @@ async def test_head_size_is_limited(app: Any) -> None:
         writer.close()
 
 
-class TestHurriedServer:
+class TestServerWithShortTimeouts:
     @pytest.fixture
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.5))

@@ -472,18 +472,18 @@ def test_response_of_silent_process_counts_as_failed_until_next_beat(
         monkeypatch.setattr("server.store.service.SILENCE", silence)
         return str(client.responses.retrieve(silent.id).status)
 
-    def is_taken_for_failed() -> bool:
+    def counts_as_failed() -> bool:
         return status_after(0.5) == "failed"
 
     backend.put("0", silent)
     assert status_after(PATIENCE) == "in_progress"
-    until(is_taken_for_failed, "it is taken for failed")
+    until(counts_as_failed, "it is taken for failed")
     error = client.responses.retrieve(silent.id).error
     assert error is not None
     assert error.code == "server_error"
     backend.beat("0", [silent.id])
     assert status_after(PATIENCE) == "in_progress"
-    until(is_taken_for_failed, "it is taken for failed again")
+    until(counts_as_failed, "it is taken for failed again")
     backend.put("0", msgspec.structs.replace(silent, status="completed"))
     assert client.responses.retrieve(silent.id).error is None, "what finishes is not lost"
     client.responses.cancel(queued.id)

@@ -1,4 +1,4 @@
-"""Kept responses of a node whose front ends die, whose /tmp is cleaned and whose disk is full."""
+"""Stored responses of a node whose front ends die, whose /tmp is cleaned and whose disk is full."""
 
 import contextlib
 import http.client
