@@ -30,7 +30,7 @@ from coordinator.events import (
 )
 from coordinator.formation import GroupFormation
 from coordinator.members import Members, NumberAssignment
-from coordinator.placement import Expected, Placement
+from coordinator.placement import ExpectedEngines, Placement
 from coordinator.publication import Publication, ViewChanges
 from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, IndependentWave, LockstepWave
@@ -102,7 +102,7 @@ class CoordinatorState:
         self._wave: IndependentWave | LockstepWave = IndependentWave()
         self._formation: GroupFormation | None = None
         self._placement = Placement(parameters.member_timeout)
-        self._expected = Expected(parameters.expected_engines, parameters.planned_engines)
+        self._expected = ExpectedEngines(parameters.expected_engines, parameters.planned_engines)
         self._publication = Publication(
             parameters.publish_interval, parameters.publish_idle_interval
         )

@@ -39,7 +39,7 @@ from server.config.tools import (
     StatusConfig,
 )
 from server.flags import Command, parse
-from server.ineffective import ineffective
+from server.ineffective import ineffective_settings
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         except ModelNotFound as error:
             print(f"swell {flags['command']}: {error}", file=sys.stderr)
             return 1
-    for warning in ineffective(config):
+    for warning in ineffective_settings(config):
         print(f"swell {flags['command']}: warning: {warning}", file=sys.stderr)
     every = (setting for known in COMMANDS.values() for setting in known.settings)
     for mistake in settings.misspelt_variables(os.environ, every):

@@ -101,7 +101,7 @@ def test_forked_processes_work_with_less_memory_and_are_replaced(few_files: int)
 
 @ANEW
 def test_a_stop_while_templates_load_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "server.own_server_main", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "server.local_server_main", "serve", "--port", "0"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:

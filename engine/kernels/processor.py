@@ -132,7 +132,7 @@ def product_rows() -> int:
     return 0 if faster is None else faster.product_rows
 
 
-def kernel_attends_to_prompts() -> bool:
+def prompt_kernel_is_faster() -> bool:
     """Return whether an attention kernel is faster for prompts than torch's operators."""
     faster = MEASURED.get(kind())
     return faster is not None and faster.prompt_attention
@@ -165,7 +165,7 @@ def is_invariance_cheap() -> bool:
 
 def is_invariance_free() -> bool:
     """Return whether row-wise kernels are the fastest for any number of rows."""
-    return product_rows() == ALL_ROWS and kernel_attends_to_prompts()
+    return product_rows() == ALL_ROWS and prompt_kernel_is_faster()
 
 
 def has_16_bit_kernels() -> bool:

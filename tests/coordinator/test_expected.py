@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
-from coordinator.placement import MAX_MISSING_AGE, Expected
+from coordinator.placement import MAX_MISSING_AGE, ExpectedEngines
 from engine.shared.messages import MissingEngine
 from engine.shared.settings import SettingsError, load
 
 
 def test_engines_that_never_joined_are_missing_up_to_expected_number() -> None:
-    expected = Expected(4)
+    expected = ExpectedEngines(4)
     assert expected.missing({0, 2}, 10.0) == [
         MissingEngine(1, "not_joined", 0.0), MissingEngine(3, "not_joined", 0.0)
     ]  # fmt: skip
@@ -21,7 +21,7 @@ def test_engines_that_never_joined_are_missing_up_to_expected_number() -> None:
 
 
 def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again() -> None:
-    expected = Expected(3)
+    expected = ExpectedEngines(3)
     assert expected.missing({0, 1, 2}, 0.0) == []
     expected.left(1, "silent")
     assert expected.missing({0, 2}, 5.0) == [MissingEngine(1, "silent", 0.0)]
@@ -32,7 +32,7 @@ def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again(
 
 
 def test_replacement_with_other_rank_counts_and_lost_engine_is_forgotten() -> None:
-    expected = Expected(2)
+    expected = ExpectedEngines(2)
     expected.left(0, "died")
     assert expected.missing({1}, 0.0) == [MissingEngine(0, "died", 0.0)]
     assert expected.missing({1, 7}, 1.0) == []
@@ -40,7 +40,7 @@ def test_replacement_with_other_rank_counts_and_lost_engine_is_forgotten() -> No
 
 
 def test_drained_engine_is_missing_only_if_expected() -> None:
-    known, unknown = Expected(2), Expected()
+    known, unknown = ExpectedEngines(2), ExpectedEngines()
     for each in (known, unknown):
         each.left(1, "drained")
     assert known.missing({0}, 0.0) == [MissingEngine(1, "drained", 0.0)]
@@ -48,7 +48,7 @@ def test_drained_engine_is_missing_only_if_expected() -> None:
 
 
 def test_a_smaller_number_is_not_a_loss() -> None:
-    expected = Expected(4)
+    expected = ExpectedEngines(4)
     expected.left(3, "drained")
     expected.left(2, "drained")
     expected.number = 2
@@ -58,7 +58,7 @@ def test_a_smaller_number_is_not_a_loss() -> None:
 
 
 def test_crashes_are_remembered_for_a_while_without_expected_number() -> None:
-    expected = Expected()
+    expected = ExpectedEngines()
     expected.left(3, "died")
     assert expected.missing({0}, 0.0) == [MissingEngine(3, "died", 0.0)]
     assert expected.missing({0}, MAX_MISSING_AGE) == [MissingEngine(3, "died", MAX_MISSING_AGE)]
@@ -86,7 +86,7 @@ def test_invalid_setting_is_refused_by_name(wrong: str) -> None:
 
 
 def test_engines_of_absent_nodes_are_missing_from_start() -> None:
-    expected = Expected(planned=4)
+    expected = ExpectedEngines(planned=4)
     expected.follow(None)
     assert [each.rank for each in expected.missing([0, 1], 10.0)] == [2, 3]
     expected.follow(2)

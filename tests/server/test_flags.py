@@ -7,7 +7,7 @@ import pytest
 from engine.shared.settings import load
 from server.cli import COMMANDS, main
 from server.flags import COMMON, INSTEAD, NOT_NEEDED, TUNING, build_parser, parse
-from server.ineffective import ineffective
+from server.ineffective import ineffective_settings
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -148,7 +148,7 @@ def test_tuning_flag_sets_advanced_settings(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_flag_without_effect_is_named(argv: str, warning: str | None) -> None:
     flags = parse(COMMANDS, ["serve", *argv.split()])
-    found = list(ineffective(load(COMMANDS["serve"].config, flags, {}, None)))
+    found = list(ineffective_settings(load(COMMANDS["serve"].config, flags, {}, None)))
     assert len(found) == (warning is not None)
     assert warning is None or warning in found[0]
 
@@ -158,7 +158,7 @@ def test_defaults_are_never_warned_of(name: str) -> None:
     needed = {"fetch": {"model": "a/b"}, "completion": {"shell": "bash"},
               "run-batch": {"input_file": "i", "output_file": "o"}}  # fmt: skip
     config = load(COMMANDS[name].config, needed.get(name, {}), {}, None)
-    assert list(ineffective(config)) == []
+    assert list(ineffective_settings(config)) == []
 
 
 def test_every_example_is_a_valid_command() -> None:

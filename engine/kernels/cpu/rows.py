@@ -22,7 +22,7 @@ from engine.kernels.cpu.compiling import (
     thread_rows,
     threads_for,
 )
-from engine.kernels.reference import computed_by_rows
+from engine.kernels.reference import row_independent
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _SHARED_VALUES = 1 << 15
@@ -108,7 +108,7 @@ cache, which receives the last two; slots [tokens] int64; tokens, heads, kv_head
 class CompiledKernels:
     """See `engine.kernels.registry.FusedKernels`; all take bfloat16."""
 
-    @computed_by_rows
+    @row_independent
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale each row to a root mean square of one, then by the weights."""
         x = x.contiguous()
@@ -127,7 +127,7 @@ class CompiledKernels:
         rms_norm_heads(threads, *addresses, tokens, stride, count, dim, bits_of(eps))
         return heads
 
-    @computed_by_rows
+    @row_independent
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         gate_up = gate_up.contiguous()

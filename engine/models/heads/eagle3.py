@@ -173,7 +173,7 @@ def load_eagle3(
     compare(directory, expected, checkpoint.shapes, redundant=_ADDED)
     dtype, device = types.activations, target.device
     products = ProductLoader(
-        checkpoint, dtype, device, quantization=quantization, is_by_rows=False, bank=None
+        checkpoint, dtype, device, quantization=quantization, is_row_independent=False, bank=None
     )
     bias = products.copy("fc.bias") if "fc.bias" in checkpoint.shapes else None
     norms = {

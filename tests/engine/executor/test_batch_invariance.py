@@ -115,7 +115,7 @@ def test_invariance_needs_kernels_for_products_and_attention(
 ) -> None:
     there: Any = object()
     monkeypatch.setattr(invariance, "has_product_kernel", lambda: lacks != "products")
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: lacks != "attention")
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: lacks != "attention")
     kernels = None if lacks == "kernels" else there
     assert has_invariant_kernels(read_spec(BUNDLED_MODEL), kernels) is (lacks == "nothing")
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.reference import ChooseExperts, choose_experts, gating, swiglu
-from engine.kernels.registry import choosing, has_product_kernel, swiglu_of_chosen
+from engine.kernels.registry import expert_choice, has_product_kernel, swiglu_of_chosen
 from tests.engine.fixtures import LoadDriver, SaveModel
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def choose() -> ChooseExperts:
-    made = choosing(torch.bfloat16, CPU)
+    made = expert_choice(torch.bfloat16, CPU)
     assert made is not choose_experts
     return made
 
@@ -86,8 +86,8 @@ def test_nan_in_unchosen_expert_has_no_effect() -> None:
 
 
 def test_other_types_and_devices_are_left_to_torch() -> None:
-    assert choosing(torch.float32, CPU) is choose_experts
-    assert choosing(torch.bfloat16, torch.device("cuda")) is choose_experts
+    assert expert_choice(torch.float32, CPU) is choose_experts
+    assert expert_choice(torch.bfloat16, torch.device("cuda")) is choose_experts
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

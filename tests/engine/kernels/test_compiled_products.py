@@ -21,7 +21,7 @@ from engine.kernels.processor import Kind, has_16_bit_kernels, kind
 from engine.models.loading.products import ProductLoader
 from engine.models.module import Rows, add_to
 from engine.models.products.dense import PackedLinear, prepare_linear
-from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
+from engine.models.products.row_blocks import RowBlocks, is_row_independent, probe_rows
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -42,7 +42,7 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
 def by_rows(weight: Tensor, bias: Tensor | None) -> Rows:
     """Return a batch-invariant product, which computes each row independently."""
     product = prepare_linear(weight, bias, by_rows=True, by_kernels=True)
-    if is_by_rows(product):
+    if is_row_independent(product):
         return product
     return RowBlocks(product, probe_rows(weight.shape[1], torch.bfloat16))
 
@@ -162,7 +162,7 @@ def test_products_of_a_device_are_not_computed_by_kernels_of_its_cpu(device: str
         torch.bfloat16,
         torch.device(device),
         quantization=None,
-        is_by_rows=False,
+        is_row_independent=False,
         bank=None,
         by_kernels=True,
     )

@@ -118,4 +118,4 @@ def test_kernel_is_used_up_to_measured_number_of_rows(
         linear.add_to(normal(rows, 64), normal(rows, 64))
     most = 1000 if by_rows else faster_rows
     assert called == [rows for rows in (1, 32, 33, 400) for _ in range(2) if rows <= most]
-    assert linear.is_by_rows is (most == 1000)
+    assert linear.is_row_independent is (most == 1000)

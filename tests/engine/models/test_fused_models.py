@@ -54,7 +54,7 @@ KINDS = ["amd-avx512-bf16", "amx", "no pairs"] if has_pairs() else ["no pairs"]
 def by_pairs(request: Any, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether the kernel that adds pairs attends, on some kinds of processors."""
     if request.param == "no pairs":
-        monkeypatch.setattr(choice, "attends_by_pairs", lambda _spec: False)
+        monkeypatch.setattr(choice, "has_patch_attention", lambda _spec: False)
     else:
         as_kind(request.param)
     return bool(request.param != "no pairs")
@@ -146,7 +146,7 @@ def test_batch_invariant_prompts_and_decodes_use_same_attention(
 def test_capped_scores_are_computed_by_kernel_or_refused(
     checkpoint: SaveModel, driver: LoadDriver, by_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: by_pairs)
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: by_pairs)
     directory = checkpoint("gemma2").directory
     load = partial(driver, directory, dtype="bfloat16", batch_invariant=True)
     refused = pytest.raises(UnsupportedModel, match="caps attention scores")
@@ -154,7 +154,7 @@ def test_capped_scores_are_computed_by_kernel_or_refused(
         assert isinstance(load(fused=True).runner.model.attention, PatchAttention)
     with refused:
         load()
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: True)
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: True)
     monkeypatch.setattr(choice, "_agree", lambda *_: False)
     with refused:
         load(fused=True)

@@ -52,7 +52,7 @@ def test_grace_period_restarts_when_member_is_heard() -> None:
     roster: Roster[Member] = Roster(grace=5)
     roster.update(1, {0: Member(10), 1: Member(11)}, now=0)
     roster.update(2, {}, now=1)
-    roster.lives(0, now=4)
+    roster.record_alive(0, now=4)
     assert roster.expire(now=7) == [1]
     assert roster.expire(now=8) == []
     assert roster.expire(now=10) == [0]

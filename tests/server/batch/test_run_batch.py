@@ -13,7 +13,7 @@ from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
 from server.batch.command import run_batch
 from server.batch.config import BatchConfig, RunBatchConfig
 from server.batch.lines import OutputBusy, OutputFile
-from server.fleet.own_server import serve_arguments
+from server.fleet.local_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 
 pytestmark = pytest.mark.slow

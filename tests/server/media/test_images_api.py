@@ -96,7 +96,7 @@ def test_several_images_of_several_messages_keep_their_order(
 
 
 def test_engines_that_resize_get_original_images(http: Http, engines: FakeGenerationClient) -> None:
-    engines.wants_whole_images, engines.context = True, 2048
+    engines.needs_original_images, engines.context = True, 2048
     large = picture(3 * TILE, 5 * TILE)
     http.chat(messages=[user(text("a"), image(), image(data_url(encoded(large)))), user(image())])
     ids = engines.streams[-1].prompt_token_ids
@@ -120,7 +120,7 @@ def test_original_images_are_bounded(
     http: Http, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.media.images.MAX_PIXEL_BYTES", 3 * 200 * 200)
-    engines.wants_whole_images = True
+    engines.needs_original_images = True
     wide, body = data_url(encoded(picture(200, 201))), {"model": "tiny"}
     answer = http.post("/v1/chat/completions", {**body, "messages": [user(image(wide))]})
     assert answer.status_code == 400

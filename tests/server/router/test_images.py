@@ -69,8 +69,8 @@ def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
 
 
 def test_engines_report_whether_they_resize_images() -> None:
-    assert not SomeSee(0, seeing=[0]).router.members.wants_whole_images
-    assert Resizing(0, seeing=[0]).router.members.wants_whole_images
+    assert not SomeSee(0, seeing=[0]).router.members.needs_original_images
+    assert Resizing(0, seeing=[0]).router.members.needs_original_images
 
 
 def test_request_with_image_waits_for_engine_with_vision() -> None:
