@@ -230,7 +230,7 @@ def test_dead_engine_is_replaced_and_its_requests_continue(
     until(lambda: metric(steady.url, "engine_restarts_total").get("1") == 1, "it is counted")
 
 
-def test_a_dead_coordinator_is_replaced_while_serving_goes_on(quick: RunningStack) -> None:
+def test_dead_coordinator_is_replaced_while_requests_are_served(quick: RunningStack) -> None:
     url = f"{quick.url}/v1/completions"
     quick.processes()["coordinator"].kill()
     for i in range(20):
@@ -349,7 +349,7 @@ def test_failed_start_reports_reason_and_leaves_nothing() -> None:
     assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
 
 
-def test_a_taken_port_is_named(stack: RunningStack) -> None:
+def test_port_in_use_is_named(stack: RunningStack) -> None:
     port = stack.url.rsplit(":", 1)[1]
     ended = run_swell("serve", "--port", port)
     assert ended.returncode == 1

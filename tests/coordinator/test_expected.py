@@ -20,7 +20,7 @@ def test_engines_that_never_joined_are_missing_up_to_expected_number() -> None:
     assert expected.missing({0, 1, 2, 5}, 27.0) == [], "as many as there shall be, whatever ranks"
 
 
-def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again() -> None:
+def test_lost_engine_is_missing_with_reason_until_its_rank_is_filled() -> None:
     expected = ExpectedEngines(3)
     assert expected.missing({0, 1, 2}, 0.0) == []
     expected.left(1, "silent")

@@ -218,7 +218,7 @@ def test_repeatedly_failing_formation_backs_off() -> None:
     assert pauses == pytest.approx([FIRST_PAUSE * 2**n for n in range(4)])
 
 
-def test_a_member_that_dies_while_the_group_forms_is_left_out() -> None:
+def test_member_dying_during_formation_is_excluded() -> None:
     group = Group(3)
     group.add(0, 1, 2)
     (order,) = group.orders()

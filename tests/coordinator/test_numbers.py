@@ -19,7 +19,7 @@ def numbers() -> NumberAssignment:
     return made
 
 
-def test_no_number_is_assigned_while_earlier_members_may_still_report_theirs(
+def test_no_number_is_assigned_until_earlier_members_had_time_to_report(
     numbers: NumberAssignment,
 ) -> None:
     refused = numbers.number_for(hello(-1, 9), {}, 100.0 + GRACE - 0.1)

@@ -179,7 +179,7 @@ def test_malformed_messages_on_every_socket_are_harmless(peer: Peer) -> None:
     )
 
 
-def test_a_taken_port_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run_swell("coordinator", "--coordinator", address, "--insecure-cluster")

@@ -417,7 +417,7 @@ def test_front_ends_that_have_a_view_get_its_changes(cluster: Cluster) -> None:
     assert published.change.processes_left == ["engine 2"]
 
 
-def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: Cluster) -> None:
+def test_newcomers_and_older_front_ends_get_full_views(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     cluster.engine(0, 10)
     (published,) = only(cluster.send(Subscribed("front_end")), PublishView)

@@ -234,7 +234,7 @@ def test_the_chart_and_the_images_state_the_protocol_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("setting", [*AGREED_SETTINGS, *AGREED_IN_LOCKSTEP])
-def test_the_chart_guards_every_setting_on_which_engines_have_to_agree(setting: str) -> None:
+def test_upgrade_guard_covers_every_setting_engines_compare(setting: str) -> None:
     name = f"SWELL_{setting.upper()}"
     assert name in {each.variable for each in settings_of(EngineConfig)}
 

@@ -147,7 +147,7 @@ the specs of engines, API and coordinator, `E/` that of their pods and `E:` thei
 
 
 @pytest.mark.parametrize("sets", CHANGES, ids=lambda sets: sets[:60])
-def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
+def test_each_value_changes_only_its_own_part(sets: str) -> None:
     manifests = render(None, *sets.split())
     for manifest in manifests:
         validate(manifest, "1.30")

@@ -42,7 +42,7 @@ def test_kuberay_accepts_the_job_and_kubernetes_its_pods() -> None:
     assert found["Service"]["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_service_comes_back_guarded_after_its_head_is_lost() -> None:
+def test_service_recovers_with_keys_after_loss_of_its_head() -> None:
     spec = manifests()["RayJob"]["spec"]
     assert spec["backoffLimit"] >= 1000, "each retry is a new cluster with a new head"
     words = shlex.split(spec["entrypoint"])

@@ -74,7 +74,7 @@ def test_the_chart_is_packaged_with_the_version(tmp_path: Any) -> None:
     assert "swell-server:9.8.7" in done.stdout
 
 
-def test_actions_are_pinned_and_what_is_published_is_signed() -> None:
+def test_actions_are_pinned_and_artifacts_are_signed() -> None:
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         for job in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values():
             for step in job["steps"]:

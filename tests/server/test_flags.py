@@ -90,7 +90,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_whole_help_shows_an_example_and_every_setting(
+def test_full_help_shows_an_example_and_every_setting(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     text = help_of(capsys, name, "--help-all")

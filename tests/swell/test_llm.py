@@ -153,7 +153,7 @@ def test_abandoned_streams_and_cancelled_calls_are_aborted() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
+def test_stream_has_same_text_as_full_answer() -> None:
     async def main() -> tuple[str, str]:
         async with await AsyncLLM.start(**SIMULATED) as llm:
             fields: dict[str, Any] = {

@@ -89,7 +89,7 @@ def test_received_weights_can_be_taken_once() -> None:
         pair.transfer.take()
 
 
-def test_an_update_comes_in_parts_between_its_start_and_its_end() -> None:
+def test_update_is_received_in_parts() -> None:
     pair = Pair()
     pair.send({"a": WEIGHTS["a"] + 1})
     pair.transfer.start()

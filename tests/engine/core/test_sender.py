@@ -71,7 +71,7 @@ def test_outputs_are_sent_before_send_step_returns(sender: Sender, transport: Tr
         assert message == StepOutputs(stats(1), outputs[index])
 
 
-def test_large_outputs_go_in_frames_to_front_ends_that_take_them(
+def test_large_outputs_are_sent_in_frames_if_supported(
     sender: Sender, transport: Transport, tmp_path: Path
 ) -> None:
     vector = bytes(range(256)) * 4 * 5000

@@ -470,7 +470,7 @@ def test_a_profile_is_written_into_the_configured_directory(tmp_path: Path) -> N
     assert ("stop_profile", path) in engine.executor.calls
 
 
-def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
+def test_profiling_needs_a_directory(engine: Engine) -> None:
     error = engine.call("start_profile").error
     assert error is not None
     assert "--torch-profiler-dir" in error

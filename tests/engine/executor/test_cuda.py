@@ -38,7 +38,7 @@ SCHEDULING = [{}, {"async_scheduling": True}, {"speculative_ngram": 4}]
 
 @pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "drafted"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-moe"])
-def test_tokens_are_those_of_a_cpu(
+def test_tokens_equal_those_of_a_cpu(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
     directory = checkpoint(name).directory
@@ -190,7 +190,7 @@ def test_model_computes_the_same_after_sleep(checkpoint: SaveModel) -> None:
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, "Qwen3"])
-def test_vectors_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+def test_vectors_equal_those_of_a_cpu(family: str, tmp_path: Path) -> None:
     save_pooling_model(family, tmp_path)
     (tmp_path / "modules.json").write_text("[]")
     settings = {"runner": "pooling", "dtype": "float32"}

@@ -181,7 +181,7 @@ def test_moved_experts_outlast_a_sleep_and_a_new_group_starts_over(
         assert member.ask("tokens", 1) == alone.tokens[1]
 
 
-def test_balancing_what_cannot_be_balanced_is_refused(checkpoint: SaveModel) -> None:
+def test_balancing_is_refused_if_unsupported(checkpoint: SaveModel) -> None:
     for wrong, what in (
         ({"enable_eplb": True}, "--enable-eplb needs --enable-expert-parallel"),
         ({"num_redundant_experts": 1}, "--num-redundant-experts needs --enable-eplb"),

@@ -221,7 +221,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
     assert not any(map(psutil.pid_exists, team.pids))
 
 
-def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
+def test_prompt_and_sample_logprobs_equal_one_process(
     start: StartCluster, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint("llama")

@@ -128,7 +128,7 @@ def test_proposed_tokens_that_violate_grammar_are_rejected(table: GrammarTable) 
     assert table.advance([4, 4], [*tokens("d"), 2]).reasons == {4: None}
 
 
-def test_the_marker_may_be_among_the_proposed_tokens(table: GrammarTable) -> None:
+def test_marker_can_be_among_proposed_tokens(table: GrammarTable) -> None:
     start(table, 0, ChoiceGrammar(("yes", "no")), after="<>")
     proposed = [*tokens("<"), *tokens(">"), *tokens("y")]
     masks = table.masks([0] * 4, {0: proposed})

@@ -85,7 +85,7 @@ def test_threads_do_not_change_a_bit(shape: tuple[int, int, int, int]) -> None:
     assert all(torch.equal(each, results[0]) for each in results)
 
 
-def test_one_expert_may_have_all_tokens() -> None:
+def test_one_expert_can_have_all_tokens() -> None:
     layer = Layer(192, 128, 8, 1, 400)
     layer.chosen.fill_(7)
     result = layer.made()(layer.x, layer.chosen, layer.weights)

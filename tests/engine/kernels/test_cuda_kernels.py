@@ -54,7 +54,7 @@ def test_kernels_are_trusted_in_either_type_of_16_bits(dtype: torch.dtype) -> No
     assert choice._agree(CudaKernels(), dtype, DEVICE)
 
 
-def test_norms_gates_and_rotations_are_those_of_stock_operators(dtype: torch.dtype) -> None:
+def test_norms_gates_and_rotations_equal_stock_operators(dtype: torch.dtype) -> None:
     from engine.kernels.cuda.fused import CudaKernels
 
     kernels = CudaKernels()

@@ -39,7 +39,7 @@ def installed() -> Path:
     return directory
 
 
-def test_a_directory_that_others_may_write_is_not_used(
+def test_directory_writable_by_others_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "swell" / "kernels" / installed_directory(TARGET).name

@@ -65,7 +65,7 @@ def test_kinds_differ_in_vendor_and_instructions(
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_on_other_architectures_onednn_says_whether_it_multiplies_16_bits(
+def test_other_architectures_ask_onednn_for_16_bit_support(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
@@ -83,7 +83,7 @@ def test_a_kind_of_another_architecture_is_refused(
 
 
 @pytest.mark.parametrize("name", list(Kind))
-def test_a_kind_decides_what_is_faster(
+def test_processor_kind_determines_faster_kernels(
     monkeypatch: pytest.MonkeyPatch, as_kind: AsKind, name: Kind
 ) -> None:
     is_x86 = name not in (Kind.BF16, Kind.OTHER)

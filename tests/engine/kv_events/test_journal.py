@@ -134,7 +134,7 @@ def test_overwritten_blocks_are_removed_and_reset_clears_all() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
 @given(sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), max_size=20))
-def test_a_subscriber_knows_exactly_what_can_be_found(
+def test_subscriber_knows_exactly_the_cached_blocks(
     windows: tuple[int | None, ...], sequences: list[list[int]]
 ) -> None:
     cache, index = Cache(10, CacheShape(SIZE, windows, 16)), Index()

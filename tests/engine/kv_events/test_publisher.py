@@ -105,7 +105,7 @@ def test_tcp_needs_the_cluster_key_since_events_contain_prompts(
         KvEventPublisher(settings, 0, Transport(ClusterConfig(), context))
 
 
-def test_a_port_that_is_taken_is_named(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def test_port_in_use_is_named(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     with context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         settings = KvEventSettings(endpoint=f"tcp://127.0.0.1:{port - 2}")

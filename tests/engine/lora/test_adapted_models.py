@@ -129,7 +129,7 @@ def test_adapters_apply_to_8_bit_weights(
     assert TOLERANCE < adapted < 0.5 * plain
 
 
-def test_generated_tokens_are_those_of_each_rows_model(
+def test_generated_tokens_equal_those_of_each_rows_model(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model, one, two = checkpoint("llama"), trained("llama"), trained("llama", 2, r=8)

@@ -414,7 +414,7 @@ def test_missing_weights_are_an_error(fallback: Fallbacks, tmp_path: Path) -> No
         load_driver(tmp_path)
 
 
-def test_without_transformers_the_message_says_what_to_install(
+def test_missing_transformers_gives_install_command(
     fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = fallback("opt").directory

@@ -56,7 +56,7 @@ def test_int4_error_equals_that_of_16_bits(
 
 
 @pytest.mark.parametrize("compute_type", [torch.float32, torch.bfloat16])
-def test_expanded_weights_are_those_that_were_packed(compute_type: torch.dtype) -> None:
+def test_expanded_weights_equal_packed_ones(compute_type: torch.dtype) -> None:
     outputs, inputs = 64 * 40, 512  # more than are expanded at once
     weights = _weights(outputs, inputs, 4)
     offsets = (MIDDLE - weights.zeros) * weights.scales

@@ -19,7 +19,7 @@ from engine.shared.lifeline import Lifeline
 from tests.support.waiting import PATIENCE
 
 
-def test_a_stop_ends_what_is_running() -> None:
+def test_stop_interrupts_running_code() -> None:
     with pytest.raises(SystemExit):
         EarlyStop().request()
 

@@ -32,7 +32,7 @@ def test_tokens_that_complete_a_word_are_found(
     assert bool(BadWords(words, VOCAB)) == any(words)
 
 
-def test_tokens_outside_the_vocabulary_are_left_out() -> None:
+def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     assert not BadWords([(1, 9), (9,), ()], VOCAB)
     assert not NO_BAD_WORDS
     assert BadWords([(9, 1)], VOCAB).completing(np.array([9], np.int32)).tolist() == [1]

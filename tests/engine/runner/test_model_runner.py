@@ -125,7 +125,7 @@ def test_new_sequence_in_slot_inherits_nothing(
     assert engine.tokens[0][14:] == model.greedy(prompt(14), 10)
 
 
-def test_sequence_may_fill_the_model_to_its_last_position(
+def test_sequence_can_fill_the_model_to_its_last_position(
     engine: Driver, prompt: MakePrompt
 ) -> None:
     engine.start(0, prompt(255))

@@ -10,7 +10,7 @@ FEW_BLOCKS = 40
 """So few that requests are preempted."""
 
 
-def test_answers_are_those_without_drafts() -> None:
+def test_answers_equal_those_without_drafts() -> None:
     options: dict[str, Any] = {"dtype": "float32", "num_blocks": FEW_BLOCKS}
     plain, before = serve(BUNDLED_MODEL, every_kind(), **options)
     drafted, after = serve(BUNDLED_MODEL, every_kind(), speculative_ngram=5, **options)

@@ -84,7 +84,7 @@ def test_requests_of_a_tenant_start_in_order(make_rig: MakeRig) -> None:
         assert ended == sorted(ended)
 
 
-def test_tenants_get_equal_parts_whatever_the_length_of_their_prompts(make_rig: MakeRig) -> None:
+def test_tenants_get_equal_shares_for_any_prompt_lengths(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=400, max_num_batched_tokens=32, enable_prefix_caching=False)
     for id in range(300):
         length = 60 if id < 60 else 6

@@ -64,7 +64,7 @@ def test_long_prompts_are_computed_in_chunks_together_with_decodes(make_rig: Mak
     rig.assert_idle()
 
 
-def test_no_more_sequences_run_than_there_are_slots(make_rig: MakeRig) -> None:
+def test_running_sequences_are_limited_by_slots(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=2)
     for id in range(5):
         rig.add(id, prompt(3, id), max_tokens=2)

@@ -115,7 +115,7 @@ def test_drafts_get_remaining_budget(make_rig: MakeRig, budget: int, drafted: in
     rig.update()
 
 
-def test_prefill_goes_before_drafts(make_rig: MakeRig) -> None:
+def test_prefill_precedes_drafts(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4, max_num_batched_tokens=24)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.step()

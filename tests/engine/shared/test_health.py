@@ -119,7 +119,7 @@ def test_probe_prints_reason_without_answer() -> None:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_a_taken_port_is_an_error() -> None:
+def test_health_port_in_use_is_an_error() -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()

@@ -37,7 +37,7 @@ def test_reasoning_is_split_off(
     assert read(text, inside=inside) == Message(reasoning, content, [])
 
 
-def test_reasoning_can_be_left_out() -> None:
+def test_reasoning_can_be_omitted() -> None:
     assert read("<think>hm</think>Yes.", inside=False, show=False) == Message(None, "Yes.", [])
 
 

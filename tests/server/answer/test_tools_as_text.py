@@ -19,7 +19,7 @@ def test_tools_are_described_after_the_system_message() -> None:
     assert turns[1] == turn("user", "hello")
 
 
-def test_without_a_system_message_there_is_one() -> None:
+def test_tools_without_system_message_add_one() -> None:
     turns = with_tools_as_text([turn("user", "hello")], [WEATHER])
     assert [each["role"] for each in turns] == ["system", "user"]
 

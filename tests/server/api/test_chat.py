@@ -100,7 +100,7 @@ def test_the_final_message_can_be_continued(http: Any, engines: Any) -> None:
     assert prompt_of(engines) == "<|user|>hi<|end|><|assistant|>Sure: "
 
 
-def test_the_generation_prompt_can_be_left_out(http: Any, engines: Any) -> None:
+def test_generation_prompt_can_be_omitted(http: Any, engines: Any) -> None:
     http.chat(add_generation_prompt=False)
     assert prompt_of(engines) == "<|user|>hello<|end|>"
 

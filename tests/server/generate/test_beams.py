@@ -93,7 +93,7 @@ def of_search(seed: int, beams: Beams, max_tokens: int, ends: list[int]) -> list
     length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
     early_stopping=st.sampled_from([False, True, "never"]),
 )
-def test_the_answers_are_those_of_transformers(
+def test_beam_search_answers_equal_transformers(
     seed: int, width: int, max_tokens: int, ends: list[int], length_penalty: float,
     early_stopping: Any,
 ) -> None:  # fmt: skip

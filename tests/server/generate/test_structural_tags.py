@@ -149,7 +149,7 @@ def test_json_whitespace_follows_request() -> None:
     ],
     ids=range(9),
 )
-def test_what_cannot_be_enforced_is_refused(value: Any, reason: str) -> None:
+def test_unenforceable_tags_are_refused(value: Any, reason: str) -> None:
     with pytest.raises(BadGrammar, match=reason):
         lark_from_tag(StructuralTag(value))
 

@@ -183,7 +183,7 @@ class TestSmallBodies:
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(max_body_bytes_in_flight=1))
 
-    def test_requests_are_served_while_there_is_no_room_for_uploads(self, http: Any) -> None:
+    def test_requests_are_served_while_upload_limit_is_reached(self, http: Any) -> None:
         http.complete()
 
 

@@ -241,7 +241,7 @@ def test_times_to_first_token_are_summed_over_engines(front_end_metrics: FrontEn
     assert front_end_metrics.first_token_times()[1] == 2
 
 
-def test_what_the_engine_client_counts_is_shown(
+def test_engine_client_counters_are_exported(
     front_end_metrics: FrontEndMetrics, engines: Any
 ) -> None:
     front_end_metrics.count("routing_decisions", 1, "least_loaded")

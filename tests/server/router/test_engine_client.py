@@ -505,7 +505,7 @@ async def test_malformed_messages_are_harmless(tmp_path: Path) -> None:
         assert w.client._outputs.dropped == 4
 
 
-async def test_an_engine_gets_its_confirmation_as_soon_as_requests_are_routed_to_it(
+async def test_engine_is_confirmed_once_requests_are_routed_to_it(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:

@@ -203,7 +203,7 @@ def test_successor_in_same_view_gets_requests_of_predecessor() -> None:
     assert (send.to, request.engine) == (b"20", (0, 20))
 
 
-def test_an_engine_gets_its_confirmation_once_requests_can_be_routed_to_it() -> None:
+def test_engine_is_confirmed_once_requests_can_be_routed_to_it() -> None:
     router = new_router()
     wants_reply = RouteHello(0, 10, 4, wants_reply=True)
     assert router.handle(EngineHello(b"x", wants_reply), 0.0) == []
