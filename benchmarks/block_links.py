@@ -93,7 +93,7 @@ class Link:
     damages: bool = False
     """Whether the next content is corrupted."""
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Break the connection during a transfer."""
         for each in self.sockets:
             each.transport.abort()
@@ -241,7 +241,7 @@ class BlockLinks:
                 writer.write(data)
                 await writer.drain()
         finally:
-            link.cut()  # both ends notice the disconnection
+            link.disconnect()  # both ends notice the disconnection
 
 
 def _peer(writer: asyncio.StreamWriter) -> psutil.Process:

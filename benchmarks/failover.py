@@ -487,7 +487,7 @@ class Strike:
                 self.excused = {c.raddr.port for c in front_end.net_connections("tcp") if c.raddr}
                 await self._strike(front_end, how)
             case [_, "cut"]:
-                link.cut()
+                link.disconnect()
             case [_, "silent"]:
                 await self._links.silence(self._seconds)
             case [_, "damaged"]:

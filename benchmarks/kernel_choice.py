@@ -79,7 +79,7 @@ def compare_products(rounds: int) -> Iterator[Pair]:
     kernels, stock = ([PackedLinear(weight, None) for weight in weights] for _ in range(2))
     for product, weight in zip(kernels, weights, strict=True):
         product.use_kernel(weight, by_rows=True)
-        if not product.is_by_rows:
+        if not product.is_row_independent:
             return
 
     def all_of(products: list[PackedLinear], x: Any) -> None:

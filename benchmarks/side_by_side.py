@@ -410,7 +410,7 @@ def commit(folder: Path = RESULTS) -> str:
     return f"{found[0]} with changes" if found[1] else found[0]
 
 
-def put_on_top(folder: Path, processor: Processor, heading: str, entry: str) -> Path:
+def insert_first(folder: Path, processor: Processor, heading: str, entry: str) -> Path:
     """Prepend a comparison to its processor's file; return the file.
 
     An entry with the same heading is an earlier state of the same comparison, and is replaced.
@@ -465,7 +465,7 @@ def keep(results: Results, folder: Path) -> None:
     """Prepend the measurements, if any, to the results of this kind of processor."""
     if results.runs:
         heading = f"{results.began} UTC, commit {results.commit}"
-        path = put_on_top(folder, this_processor(), heading, as_markdown(results))
+        path = insert_first(folder, this_processor(), heading, as_markdown(results))
         print(f"the results are on top of {path}")
 
 

@@ -67,7 +67,7 @@ class AdapterRegistry:
                 self._left_at.setdefault(entry.serial, table.revision)
         return True
 
-    def engine_has(self, engine: Process, held: Collection[AdapterLoadResult]) -> None:
+    def engine_reported(self, engine: Process, held: Collection[AdapterLoadResult]) -> None:
         """Record an engine's report of its adapters' states."""
         self._held[engine] = {each.serial: each for each in held}
 
@@ -80,7 +80,7 @@ class AdapterRegistry:
         held = self._held.get(engine, {}).values()
         return sorted({each.version for each in held if each.version})
 
-    def front_end_has(self, front_end: Process, message: AdaptersInUse) -> None:
+    def front_end_reported(self, front_end: Process, message: AdaptersInUse) -> None:
         """Record the revision that a front end knows and the versions it has requests for."""
         self._known[front_end] = message
 

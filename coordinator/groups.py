@@ -37,7 +37,7 @@ from engine.shared.messages import (
     TenantsInUse,
     WakeUp,
 )
-from engine.shared.own_process import Descriptors
+from engine.shared.process_state import Descriptors
 
 MEMBER_DESCRIPTORS = 3
 """Connections per engine; a front end has two."""

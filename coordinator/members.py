@@ -108,7 +108,7 @@ class Members:
                     silent.append((kind, index))
         return silent
 
-    def why_refused(self, hello: Hello) -> Refused | None:
+    def refusal(self, hello: Hello) -> Refused | None:
         """Return why a newcomer must not join the current members, None if it can."""
         refusal = refused_by_protocol(hello.protocol, hello.version)
         if refusal is not None:

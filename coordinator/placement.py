@@ -199,7 +199,7 @@ class Placement:
         )
 
 
-class Expected:
+class ExpectedEngines:
     """The expected engines of one group.
 
     Engines that fall silent leave the view of the cluster, and those that die before they join, or

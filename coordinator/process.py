@@ -39,7 +39,7 @@ from engine.shared.messages import (
     ProcessEntry,
     encode,
 )
-from engine.shared.own_process import end_signals, freeze_heap, process_use
+from engine.shared.process_state import end_signals, freeze_heap, process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import (
     Inbox,

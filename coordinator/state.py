@@ -30,7 +30,7 @@ from coordinator.events import (
 )
 from coordinator.formation import GroupFormation
 from coordinator.members import Members, NumberAssignment
-from coordinator.placement import Expected, Placement
+from coordinator.placement import ExpectedEngines, Placement
 from coordinator.publication import Publication, ViewChanges
 from coordinator.tenants import TenantUsage
 from coordinator.wave import NEVER, IndependentWave, LockstepWave
@@ -102,7 +102,7 @@ class CoordinatorState:
         self._wave: IndependentWave | LockstepWave = IndependentWave()
         self._formation: GroupFormation | None = None
         self._placement = Placement(parameters.member_timeout)
-        self._expected = Expected(parameters.expected_engines, parameters.planned_engines)
+        self._expected = ExpectedEngines(parameters.expected_engines, parameters.planned_engines)
         self._publication = Publication(
             parameters.publish_interval, parameters.publish_idle_interval
         )
@@ -145,7 +145,7 @@ class CoordinatorState:
             case FleetRequest():
                 actions += self._order_fleet(self._fleet.handle_request(event))
             case AdaptersInUse(front_end, incarnation):
-                self._adapters.front_end_has((front_end, incarnation), event)
+                self._adapters.front_end_reported((front_end, incarnation), event)
             case TenantsInUse(front_end, incarnation):
                 is_member = (front_end, incarnation) in self._members.all_front_ends
                 self._publication.changed |= is_member and self._tenants.take(event)
@@ -205,7 +205,7 @@ class CoordinatorState:
         return self._members.find(message) is not None
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> list[Action]:
-        refusal = self._exceeds_plan(hello) or self._members.why_refused(hello)
+        refusal = self._exceeds_plan(hello) or self._members.refusal(hello)
         if refusal is not None:
             return [Reply(sender, refusal)]
         members = self._members.of(hello.kind)
@@ -289,7 +289,7 @@ class CoordinatorState:
         member.group_status = message.group_status
         member.process = replace(member.process, use=message.use)
         if message.kind == "engine":
-            self._adapters.engine_has((message.index, message.incarnation), message.adapters)
+            self._adapters.engine_reported((message.index, message.incarnation), message.adapters)
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
         if isinstance(message, Draining) and not member.draining:
             member.draining, member.ready = True, False

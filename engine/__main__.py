@@ -7,7 +7,7 @@ import sys
 from engine.process.main import run
 from engine.shared.config import EngineLaunch
 from engine.shared.lifeline import Lifeline
-from engine.shared.own_process import raise_descriptor_limit
+from engine.shared.process_state import raise_descriptor_limit
 
 raise_descriptor_limit()  # of a process below a Ray actor it is the actor's
 lifeline = Lifeline.from_environment()

@@ -21,7 +21,7 @@ from server.api.services import Services
 from server.api.vectors import endpoint as vectors
 from server.errors import ApiError
 from server.http.errors import client_error, no_such_path
-from server.http.middleware import LoadHeader, RequestIdMiddleware, add_own
+from server.http.middleware import LoadHeader, RequestIdMiddleware, add_custom_middleware
 from server.observe.access_log import AccessLog
 from server.observe.engine_metrics import engine_load
 from server.router.generation_client import NoEngineAvailable
@@ -81,7 +81,7 @@ def build_app(services: Services) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(LoadHeader, load=functools.partial(engine_load, services.client))
     install(app, access, config, metrics)
-    add_own(app, config.http.middleware)
+    add_custom_middleware(app, config.http.middleware)
     if config.http.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(RequestIdMiddleware, root_path=config.http.root_path.rstrip("/"))

@@ -21,7 +21,7 @@ from engine.shared import settings
 from engine.shared.config import DEFAULT_COORDINATOR, EngineConfig, ModelConfig
 from engine.shared.devices import num_cuda_devices
 from engine.shared.logs import open_standard_descriptors
-from engine.shared.own_process import raise_descriptor_limit
+from engine.shared.process_state import raise_descriptor_limit
 from engine.shared.version import SWELL_VERSION
 from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
@@ -29,7 +29,7 @@ from server.chat.config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, GuardConfig, ServeConfig
 from server.config.commands import defaults_for
-from server.config.shown import changed_settings
+from server.config.display import changed_settings
 from server.config.tools import (
     CachedConfig,
     DoctorConfig,
@@ -39,7 +39,7 @@ from server.config.tools import (
     StatusConfig,
 )
 from server.flags import Command, parse
-from server.ineffective import ineffective
+from server.ineffective import ineffective_settings
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _doctor(config: DoctorConfig) -> int:
     def processor() -> str:
         from engine.kernels import processor as processors
 
-        kind, found = processors.kind(), processors.found_kind()
+        kind, found = processors.kind(), processors.detected_kind()
         taken = f", taken for {kind}" if kind != found else ""
         return f"{found}{taken}; kernels for {kind.target}"
 
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         except ModelNotFound as error:
             print(f"swell {flags['command']}: {error}", file=sys.stderr)
             return 1
-    for warning in ineffective(config):
+    for warning in ineffective_settings(config):
         print(f"swell {flags['command']}: warning: {warning}", file=sys.stderr)
     every = (setting for known in COMMANDS.values() for setting in known.settings)
     for mistake in settings.misspelt_variables(os.environ, every):

@@ -30,9 +30,9 @@ from engine.shared.membership import Identity
 from engine.shared.messages import ClusterView, FrontEndAddresses
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.own_process import end_signals, freeze_heap
 from engine.shared.plugins import BadPlugin, install_command
 from engine.shared.pooling import BadPooling, read_pooling
+from engine.shared.process_state import end_signals, freeze_heap
 from engine.shared.scope import MissingRank, front_end_scope, node_name
 from engine.shared.transport import (
     LARGEST_FRAME,

@@ -122,7 +122,7 @@ _NEEDS = (
 )  # fmt: skip
 
 
-def ineffective(config: Section) -> Iterator[str]:
+def ineffective_settings(config: Section) -> Iterator[str]:
     """Yield a message for each setting that was changed but has no effect."""
     settings: dict[str, Setting] = {each.name: each for each in settings_of(config.__class__)}
     values = {name: getattr(getattr(config, each.section), name) for name, each in settings.items()}

@@ -170,7 +170,7 @@ class LocalEngine:
         return self._core.setup.images
 
     @property
-    def wants_whole_images(self) -> bool:
+    def needs_original_images(self) -> bool:
         return self._core.setup.whole_images
 
     @property

@@ -68,7 +68,7 @@ def forks(no_process_outlives_the_tests: None) -> Iterator[ForkExec]:
 
 
 @pytest.fixture(autouse=True)
-def environment_without_the_command_lines() -> Iterator[None]:
+def restore_environment() -> Iterator[None]:
     """Takes back what `swell` sets for its children where a test calls it in this process."""
     before = "PYTHONSAFEPATH" in os.environ
     yield

@@ -51,7 +51,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "adapters"
 
 
-def test_an_adapter_that_was_loaded_once_is_everywhere_at_once(root: Path) -> None:
+def test_adapter_loaded_once_is_available_everywhere(root: Path) -> None:
     flags = (
         "--executor", "simulated", "--simulated-step-us", "10000", "--admin-key", ADMIN_KEY,
         "--data-parallel-size", "2", "--api-server-count", "2", "--enable-lora",

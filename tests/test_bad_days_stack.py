@@ -13,7 +13,7 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.mark.parametrize("name", ["stderr not read", "files cleaned", "no descriptors"])
-def test_service_goes_on_and_is_whole_again(name: str) -> None:
+def test_service_continues_and_recovers(name: str) -> None:
     outcome = run_scenario(SCENARIOS[name], clients=3, recovery_seconds=PATIENCE)
     assert outcome.failures == []
     assert outcome.recovered_after is not None, "never whole again"

@@ -117,7 +117,7 @@ def test_directory_is_small_and_holds_only_data() -> None:
     assert sum((DIRECTORY / name).stat().st_size for name in files) <= 12_000_000
 
 
-def test_parameter_counts_are_those_of_the_card(tensors: dict[str, tuple[int, ...]]) -> None:
+def test_parameter_counts_equal_those_of_model_card(tensors: dict[str, tuple[int, ...]]) -> None:
     config = read_json("config.json")
     total = sum(math.prod(shape) for shape in tensors.values())
     experts = sum(math.prod(shape) for name, shape in tensors.items() if ".experts." in name)
@@ -193,7 +193,7 @@ def test_predictions_hold_up_at_the_end_of_the_longest_context(model: Any, token
         "",
     ],
 )
-def test_tokenizer_gives_back_any_text(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
     assert all(0 <= token < len(tokenizer) for token in ids)

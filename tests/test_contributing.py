@@ -96,7 +96,7 @@ def test_a_recipe_ends_in_passing_tests(name: str, sources: Path) -> None:
     assert ran
 
 
-def test_what_recipes_write_is_put_into_shape_by_make_format(sources: Path) -> None:
+def test_recipes_output_is_formatted_by_make_format(sources: Path) -> None:
     for command in ("ruff format", "ruff check --fix", "ruff check"):
         run(f".venv/bin/{command} {' '.join(FOLLOWED)}", sources)
 

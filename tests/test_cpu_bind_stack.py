@@ -32,7 +32,7 @@ def allowed(process: psutil.Process) -> set[str]:
 
 @pytest.mark.skipif(len(USABLE) < 2, reason="needs two CPUs")
 @pytest.mark.usefixtures("started_anew")
-def test_all_threads_of_an_engine_s_processes_keep_to_their_cpus() -> None:
+def test_all_threads_of_engine_processes_stay_on_their_cpus() -> None:
     first, second = USABLE[:2]
     with RunningStack(*SMALL, "--cpu-bind", f"{first}|{second}") as stack:
         assert complete(stack.url, "Once", 8)
@@ -47,7 +47,7 @@ def test_all_threads_of_an_engine_s_processes_keep_to_their_cpus() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "engine"])
-def test_cpus_that_may_not_be_used_here_are_refused(command: str) -> None:
+def test_unavailable_cpus_are_refused(command: str) -> None:
     absent = str(USABLE[-1] + 1)
     refused = run_swell(command, "--cpu-bind", absent, "--data-parallel-size", "1")
     assert refused.returncode

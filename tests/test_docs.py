@@ -52,7 +52,7 @@ MODULES = [
 ]
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = []
     for path in MODULES:
         line = build_site.first_line(path)
@@ -68,7 +68,7 @@ PAGES = [
 ]
 
 
-def test_files_and_commands_that_a_page_names_exist() -> None:
+def test_files_and_commands_in_pages_exist() -> None:
     missing = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ EXACTLY = r"token\s+for\s+token|bit\s+for\s+bit|(?:very|same)\s+tokens|\bidentic
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/reliability.md"])
-def test_no_page_promises_more_of_a_move_than_holds_by_default(name: str) -> None:
+def test_no_page_overstates_guarantees_of_moves(name: str) -> None:
     """Rounding may make what follows a move another text, but for `--batch-invariant`."""
     text = (ROOT / name).read_text(encoding="utf-8")
     told = re.split(r"\n\s*\n|\n(?=- )", text)
@@ -114,7 +114,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert found == {path: {SWELL_VERSION} for path in places}
 
 
-def test_state_machines_that_the_page_names_are_there() -> None:
+def test_state_machines_on_the_page_exist() -> None:
     page = (ROOT / "docs" / "state-machines.md").read_text(encoding="utf-8")
     named = re.findall(r"(?m)^\| `([\w.]+)`", page)
     assert len(named) > 10
@@ -133,7 +133,7 @@ def test_state_machines_that_the_page_names_are_there() -> None:
     assert not missing
 
 
-def test_functions_that_the_architecture_names_are_there() -> None:
+def test_functions_in_the_architecture_page_exist() -> None:
     classes: dict[str, set[str]] = {}
     for path in MODULES:
         for node in ast.walk(tree_of(path)):
@@ -149,7 +149,7 @@ def test_functions_that_the_architecture_names_are_there() -> None:
     assert set(re.findall(r"`([A-Z]\w+)`", ways)) <= classes.keys()
 
 
-def test_modules_on_the_way_of_a_request_are_there() -> None:
+def test_modules_on_the_request_path_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(
         r"`(?:server\.)?((?:http|access|api|answer|generate|router|text)(?:\.\w+)+)`"

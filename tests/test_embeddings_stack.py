@@ -44,7 +44,7 @@ def test_openai_s_client_gets_embeddings_and_errors(minilm: str) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_documents_come_in_the_order_in_which_they_fit(minilm: str) -> None:
+def test_documents_are_ranked_by_relevance(minilm: str) -> None:
     documents = ["Cats sleep a lot", "Paris is the capital of France", "France is in Europe"]
     body = {"query": "What is the capital of France?", "documents": documents, "model": MODEL}
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -80,7 +80,7 @@ SIMULATED = (
 )  # fmt: skip
 
 
-def test_sequences_of_a_dead_engine_are_computed_by_another() -> None:
+def test_sequences_of_dead_engine_move_to_another() -> None:
     with RunningStack(*SIMULATED) as stack:
         token_ids = [[index % 50 + 1] * (1 + index % 7) for index in range(200)]
         victim = stack.processes()["engine 1"].pid

@@ -109,7 +109,7 @@ def test_bursts_through_two_front_ends_fill_the_queue_exactly(stack: RunningStac
     asyncio.run(twice(stack.url))
 
 
-def test_a_front_end_that_is_killed_gives_its_places_back(stack: RunningStack) -> None:
+def test_killed_front_end_releases_its_reservations(stack: RunningStack) -> None:
     async def kill_one() -> None:
         first = burst(stack.url, PLACES)
         await hold(stack.url, first, PLACES)
@@ -134,7 +134,7 @@ def test_a_front_end_that_is_killed_gives_its_places_back(stack: RunningStack) -
     asyncio.run(kill_one())
 
 
-def test_https_keys_and_logs_that_follow_a_request_through_all_processes(tmp_path: Path) -> None:
+def test_https_and_keys_work_and_logs_follow_request_through_all_processes(tmp_path: Path) -> None:
     key, certificate, keys = (tmp_path / name for name in ("key.pem", "cert.pem", "keys"))
     make_certificate(certificate, key)
     keys.write_text("from-the-file\n")

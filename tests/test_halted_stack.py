@@ -72,7 +72,7 @@ def num_running(url: str) -> int:
     return sum(info["running"] for info in utility(url, "info").values())
 
 
-def test_what_an_engine_holds_moves_when_its_operator_says_so(
+def test_requests_move_when_operator_requests_it(
     stack: RunningStack, pool: ThreadPoolExecutor
 ) -> None:
     answers = [pool.submit(complete, stack.url, f"Long {n}", 150) for n in range(6)]
@@ -96,7 +96,7 @@ def ordered(url: str, path: str) -> dict[str, object]:
     return answer
 
 
-def test_a_pause_for_all_outlives_engines_and_the_coordinator(pool: ThreadPoolExecutor) -> None:
+def test_fleet_pause_survives_engines_and_coordinator(pool: ThreadPoolExecutor) -> None:
     with RunningStack(*FLAGS, "--halted-timeout", "2") as stack:
         assert ordered(stack.url, "/pause?mode=wait") == {"status": "paused"}
         assert call(f"{stack.url}/is_paused") == {"is_paused": True}
@@ -121,7 +121,7 @@ def test_a_pause_for_all_outlives_engines_and_the_coordinator(pool: ThreadPoolEx
             assert answer.result(timeout=PATIENCE)
 
 
-def test_the_other_paths_of_operators(stack: RunningStack) -> None:
+def test_other_operator_paths_work(stack: RunningStack) -> None:
     status = call(f"{stack.url}/v1/fault_tolerance/status")
     assert status["schema_version"] == 1
     assert [(e["id"], e["status"]) for e in status["engines"]] == [(0, "healthy"), (1, "healthy")]

@@ -58,7 +58,7 @@ def text(answer: dict[str, object]) -> object:
     return choices[0]["text"]
 
 
-def test_an_answer_goes_on_from_blocks_of_another_stack(
+def test_answer_continues_from_blocks_of_another_stack(
     stacks: tuple[RunningStack, RunningStack],
 ) -> None:
     first, second = stacks
@@ -101,7 +101,7 @@ def deltas(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_the_toy_proxy_gets_a_whole_completion(stacks: tuple[RunningStack, RunningStack]) -> None:
+def test_toy_proxy_gets_a_full_completion(stacks: tuple[RunningStack, RunningStack]) -> None:
     body = completion(f"A proxy: {PROMPT}", 30, min_tokens=5, temperature=0)
     expected = text(call(f"{stacks[0].url}/v1/completions", body))
     hits = total(stacks[1].url, "kv_transfer_hits_total")
@@ -111,7 +111,7 @@ def test_the_toy_proxy_gets_a_whole_completion(stacks: tuple[RunningStack, Runni
     assert total(stacks[1].url, "kv_transfer_failures_total") == failures
 
 
-def test_the_toy_proxy_gets_a_whole_stream_of_a_chat(
+def test_toy_proxy_gets_a_full_chat_stream(
     stacks: tuple[RunningStack, RunningStack],
 ) -> None:
     path = "/v1/chat/completions"
@@ -127,7 +127,7 @@ def test_the_toy_proxy_gets_a_whole_stream_of_a_chat(
     assert total(stacks[1].url, "kv_transfer_failures_total") == failures
 
 
-def test_the_answer_is_the_same_when_the_engine_before_has_been_killed(
+def test_answer_is_the_same_after_prefill_engine_is_killed(
     stacks: tuple[RunningStack, RunningStack],
 ) -> None:
     first, second = stacks

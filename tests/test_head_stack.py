@@ -84,7 +84,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         yield made
 
 
-def test_a_killed_coordinator_is_restarted_by_the_head_and_everybody_is_back(nodes: Nodes) -> None:
+def test_killed_coordinator_is_restarted_by_head_and_all_members_return(nodes: Nodes) -> None:
     with Load(nodes.url, 8).running() as load:
         until(lambda: len(metric(nodes.url, "routing_decisions_total")) == 2, "both engines work")
         killed = nodes.head.processes()["coordinator"]
@@ -151,7 +151,7 @@ def test_contradicting_settings_of_a_node_are_named() -> None:
     assert "--headless needs --data-parallel-address" in run.stderr
 
 
-def test_a_head_knows_how_many_engines_other_nodes_shall_bring(tmp_path: Path) -> None:
+def test_head_expects_engines_of_other_nodes(tmp_path: Path) -> None:
     port = port_of_a_coordinator()
     key = tmp_path / "key"
     key.write_text("a secret of these tests, long enough")

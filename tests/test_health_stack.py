@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 COMPOSE = Path(__file__).parents[1] / "docker" / "compose.cuda.yaml"
 
 
-def test_the_health_check_for_gpus_asks_every_engine() -> None:
+def test_gpu_health_check_covers_every_engine() -> None:
     service = yaml.safe_load(COMPOSE.read_text())["services"]["engine"]
     _, _, *command = service["healthcheck"]["test"]
     port, _ = free_ports(2)

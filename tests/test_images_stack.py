@@ -74,7 +74,7 @@ def test_an_image_of_many_requests_is_encoded_once_by_each_engine(stack: Running
     assert shown - held <= 4 * TILES, "each of two API servers sends it once to each engine"
 
 
-def test_streams_about_images_go_on_elsewhere_when_their_engine_is_killed(
+def test_streams_about_images_move_when_their_engine_is_killed(
     stack: RunningStack,
 ) -> None:
     asked_for = [(number % 4, f"what {number}", 150) for number in range(16)]
@@ -100,7 +100,7 @@ def test_streams_about_images_go_on_elsewhere_when_their_engine_is_killed(
             each.result(PATIENCE)
 
 
-def test_a_bomb_is_refused_and_the_next_image_is_answered(stack: RunningStack) -> None:
+def test_decompression_bomb_is_refused_and_next_image_is_answered(stack: RunningStack) -> None:
     body = asked(1, "what", 2)
     head = b"IHDR\x00\x00\x00\x01"
     bomb = data_url(encoded(picture(1, 1)).replace(head, b"IHDR\x00\xff\xff\xff"))

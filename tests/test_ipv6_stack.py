@@ -35,7 +35,7 @@ def test_a_cluster_serves_over_ipv6(flags: tuple[str, ...]) -> None:
         assert "an IPv6 address needs brackets" in said.stdout + said.stderr
 
 
-def test_engines_that_step_together_meet_over_ipv6(flags: tuple[str, ...]) -> None:
+def test_lockstep_engines_connect_over_ipv6(flags: tuple[str, ...]) -> None:
     together = ("--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32")
     with RunningStack(
         *flags, *together, "--threads", "1", "--api-server-count", "1", "--host", "*"

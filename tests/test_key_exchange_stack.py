@@ -43,7 +43,7 @@ class Secret:
         return str(self._base / "data" / name)
 
 
-def test_keys_are_exchanged_under_load_without_a_failed_request(tmp_path: Path) -> None:
+def test_keys_are_rotated_under_load_without_failed_requests(tmp_path: Path) -> None:
     secret = Secret(tmp_path, cluster=OLD, api="first\n")
     address = f"127.0.0.1:{port_of_a_coordinator()}"
     join = (

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.stack
 PROMPT = "Friends, Romans, countrymen, lend me your ears; I come to bury Caesar. " * 3
 
 
-def test_blocks_of_a_prompt_are_known_outside_and_those_of_a_dead_engine_are_not(
+def test_block_events_list_blocks_of_live_engines_only(
     tmp_path: Path,
 ) -> None:
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"

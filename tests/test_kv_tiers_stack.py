@@ -23,7 +23,7 @@ def stored(url: str) -> float:
     return total(url, "kv_tier_stored_bytes_total")
 
 
-def test_an_engine_that_was_killed_finds_its_prefixes_again(tmp_path: Path) -> None:
+def test_restarted_engine_finds_its_prefixes(tmp_path: Path) -> None:
     tier = str(tmp_path / "tier")
     flags = ("--data-parallel-size", "1", "--kv-disk-tier-dir", tier, "--dtype", "float32")
     with RunningStack(*flags) as stack:

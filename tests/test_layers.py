@@ -54,7 +54,7 @@ def roots(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
 
-def test_the_engine_imports_neither_neighbour() -> None:
+def test_engine_imports_neither_server_nor_coordinator() -> None:
     assert {
         (path, name)
         for path in sources("engine")
@@ -70,7 +70,7 @@ def test_the_engine_imports_neither_neighbour() -> None:
         ("server", {"coordinator", "coordinator.config"}, {"torch", "transformers"}),
     ],
 )
-def test_a_package_imports_itself_and_what_is_shared(
+def test_packages_import_only_themselves_and_shared_code(
     package: str, allowed: set[str], forbidden: set[str]
 ) -> None:
     paths = [path for path in sources(package) if path != COMMAND_LINE]
@@ -83,7 +83,7 @@ def test_a_package_imports_itself_and_what_is_shared(
     assert {(path, *found) for path in paths if (found := roots(path) & forbidden)} == set()
 
 
-def test_ray_is_for_the_ray_backend_alone() -> None:
+def test_only_ray_backend_imports_ray() -> None:
     every = [path for package in ("engine", "coordinator", "server") for path in sources(package)]
     users = {path for path in every if "ray" in {name.split(".")[0] for name in imports(path)}}
     assert users == {ROOT / "server/fleet/ray/cluster.py"}
@@ -109,7 +109,7 @@ STATE_MACHINES = [
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
-            "server/fleet/ray/needs.py", "server/fleet/ray/packing.py",
+            "server/fleet/ray/resources.py", "server/fleet/ray/packing.py",
         )
     ),
 ]  # fmt: skip
@@ -128,7 +128,7 @@ SOCKETS_AND_CLOCKS = {"zmq", "time", "asyncio", "threading", "socket"}
     ],
     ids=["scheduling", "state machines", "what parses and renders"],
 )
-def test_what_decides_knows_no_tensors_sockets_or_clocks(
+def test_state_machines_import_no_tensors_sockets_or_clocks(
     paths: list[Path], forbidden: set[str]
 ) -> None:
     assert all(path.is_file() for path in paths)
@@ -146,7 +146,7 @@ TELLS_THE_TIME = {
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 
 
-def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
+def test_durations_use_monotonic_clocks() -> None:
     every = [path for package in ("engine", "coordinator", "server") for path in sources(package)]
     found = {str(path.relative_to(ROOT)) for path in every if "time.time()" in path.read_text()}
     assert found <= TELLS_THE_TIME
@@ -179,7 +179,7 @@ def test_no_duration_is_taken_from_a_clock_that_jumps() -> None:
         ),
     ],
 )
-def test_what_a_process_loads_at_run_time(modules: str, absent: str) -> None:
+def test_processes_do_not_load_unneeded_modules(modules: str, absent: str) -> None:
     program = (
         f"import sys, {modules}\n"
         f"loaded = [name for name in {absent.split()!r} if name in sys.modules]\n"
@@ -191,7 +191,7 @@ def test_what_a_process_loads_at_run_time(modules: str, absent: str) -> None:
 INSTALLED = [path for package in ("server", "engine", "coordinator") for path in sources(package)]
 
 
-def test_nothing_that_is_installed_imports_what_is_not() -> None:
+def test_installed_packages_import_no_uninstalled_ones() -> None:
     foreign = {"benchmarks", "tests", "scripts"}
     found = {path for path in INSTALLED if {n.split(".")[0] for n in imports(path)} & foreign}
     assert not found
@@ -227,7 +227,7 @@ server.cli
 """Each package imports only packages of the lines above its own."""
 
 
-def test_packages_import_only_what_is_below_them() -> None:
+def test_packages_import_only_lower_layers() -> None:
     lines = PACKAGES.strip().splitlines()
     level = {name: number for number, line in enumerate(lines) for name in line.split()}
 
@@ -250,7 +250,7 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not upward
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in INSTALLED}
     uses = {name: own_imports(path) & names.keys() for name, path in names.items()}
     left = set(uses)

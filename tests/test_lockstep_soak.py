@@ -20,7 +20,7 @@ LONGEST_GAP = 0.25
 """Seconds without a new request: long enough for the group to pause, again and again."""
 
 
-def test_hundreds_of_requests_at_random_times_through_two_front_ends_and_three_engines() -> None:
+def test_hundreds_of_random_requests_complete_in_lockstep_stack() -> None:
     random_gaps = random.Random(5)
     flags = (*FLAGS, "--data-parallel-size", "3", "--api-server-count", "2")
     with (

@@ -67,7 +67,7 @@ def test_paused_engines_use_no_processor(pair: RunningStack) -> None:
     until_idle(pair, 0.03)
 
 
-def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
+def test_request_to_any_engine_and_front_end_wakes_the_group(
     pair: RunningStack,
 ) -> None:
     """A paused group costs a request less than 50 ms more than one that runs."""
@@ -93,7 +93,7 @@ def test_a_request_wakes_the_group_whichever_engine_and_front_end_it_hits(
         until(is_woken_in_time, f"a request to engine {rank} that is paused is answered in time")
 
 
-def test_what_comes_while_the_group_is_held_runs_when_it_is_resumed(pair: RunningStack) -> None:
+def test_requests_to_held_group_run_after_resume(pair: RunningStack) -> None:
     wave_when_paused(pair.url)
     with watched(pair, 200), ThreadPoolExecutor() as clients:
         busy = clients.submit(complete, pair.url, "Before", 40)
@@ -163,7 +163,7 @@ def test_a_group_follows_orders_for_all_engines(pair: RunningStack) -> None:
     wave_when_paused(pair.url)
 
 
-def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> None:
+def test_new_coordinator_adopts_existing_group(pair: RunningStack) -> None:
     before = wave_when_paused(pair.url)
     topology = {info["topology"] for info in utility(pair.url, "info").values()}
     with watched(pair, 200), ThreadPoolExecutor() as clients:
@@ -180,11 +180,11 @@ def test_a_new_coordinator_takes_the_group_over_as_it_is(pair: RunningStack) -> 
     assert {info["topology"] for info in utility(pair.url, "info").values()} == topology
 
 
-def test_requests_of_many_kinds_at_once(pair: RunningStack) -> None:
+def test_requests_of_many_kinds_run_concurrently(pair: RunningStack) -> None:
     answers_are_the_same_in_a_crowd(pair)
 
 
-def test_engines_whose_steps_overlap_answer_a_crowd_and_wake_up_together() -> None:
+def test_overlapping_lockstep_engines_answer_many_requests_and_wake_up_together() -> None:
     with RunningStack(*PAIR, "--async-scheduling") as pair:
         answers_are_the_same_in_a_crowd(pair)
         before = wave_when_paused(pair.url)

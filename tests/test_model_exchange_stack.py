@@ -134,7 +134,7 @@ class Service:
         assert faults == []
 
 
-def test_one_model_replaces_another_and_every_answer_is_right(tmp_path: Path) -> None:
+def test_model_replacement_gives_only_correct_answers(tmp_path: Path) -> None:
     second = tmp_path / "second"
     save_small_llama(second, seed=3)
 

@@ -102,13 +102,13 @@ def test_external_front_ends_serve_one_engine_each(cluster: tuple[str, ...]) -> 
             )
 
 
-def test_a_node_with_nothing_to_run_says_so() -> None:
+def test_node_with_nothing_to_run_reports_it() -> None:
     run = run_swell("serve", "--api-server-count", "0")
     assert run.returncode == 1
     assert "needs its own engines and API servers" in run.stderr
 
 
-def test_engines_of_a_node_that_is_stopped_end_what_front_ends_elsewhere_sent_them(
+def test_engines_of_stopped_node_finish_requests_of_remote_front_ends(
     cluster: tuple[str, ...],
 ) -> None:
     engines_only = (

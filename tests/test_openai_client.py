@@ -28,7 +28,7 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_completion_with_usage(client: openai.OpenAI) -> None:
+def test_completion_contains_usage(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=32, temperature=0)
     assert answer.object == "text_completion"
     assert answer.choices[0].text.strip()
@@ -37,7 +37,7 @@ def test_completion_with_usage(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI) -> None:
+def test_streamed_completion_has_same_text(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0)
     chunks = list(
         client.completions.create(
@@ -55,7 +55,7 @@ def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI) -> None:
     assert not any(finished[:-1])
 
 
-def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
+def test_chat_answers_streamed_and_unstreamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=40, temperature=0
     )
@@ -77,7 +77,7 @@ def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:
+def test_responses_answer_streamed_and_unstreamed(client: openai.OpenAI) -> None:
     whole = client.responses.create(
         model=MODEL, input="Good morrow, my lord.", instructions="Speak as Romeo.",
         max_output_tokens=40, temperature=0,
@@ -123,7 +123,7 @@ def test_enforced_calls_fit_their_schema(client: openai.OpenAI, named: bool) -> 
     assert choice.finish_reason == ("stop" if named else "tool_calls")
 
 
-def test_a_conversation_goes_on_with_kept_responses(client: openai.OpenAI) -> None:
+def test_conversation_continues_with_stored_responses(client: openai.OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="Good morrow!", max_output_tokens=8)
     second = client.responses.create(
         model=MODEL, input="And?", max_output_tokens=8, previous_response_id=first.id
@@ -151,7 +151,7 @@ def test_async_client_streams_many_at_once(stack: RunningStack) -> None:
     assert len(set(texts)) > 1
 
 
-def test_logprobs_of_completions(client: openai.OpenAI) -> None:
+def test_completions_return_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3,
         extra_body={"ignore_eos": True},
@@ -170,7 +170,7 @@ def test_logprobs_of_completions(client: openai.OpenAI) -> None:
         assert max(top.values()) == pytest.approx(value), "greedy takes the likeliest"
 
 
-def test_logprobs_of_chat(client: openai.OpenAI) -> None:
+def test_chat_returns_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=4, logprobs=True, top_logprobs=2
     )

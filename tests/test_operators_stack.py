@@ -35,7 +35,7 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("cases", [BESIDE_STREAMS, *([case] for case in BY_ITSELF)], ids=" ".join)
-def test_clients_lose_nothing_but_what_is_aborted(scene: Scene, cases: list[str]) -> None:
+def test_operator_calls_end_only_aborted_requests(scene: Scene, cases: list[str]) -> None:
     before = scene.versions()
     seen = see(scene, *cases)
     assert seen.lost == []

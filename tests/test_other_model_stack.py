@@ -28,7 +28,7 @@ def engine(model: Path, join: tuple[str, ...]) -> AbstractContextManager["subpro
     return swell("engine", str(model), "--executor", "simulated", *join)
 
 
-def test_front_ends_wait_out_engines_of_another_model_and_serve_again_afterwards(
+def test_front_ends_wait_while_engines_have_another_model(
     join: tuple[str, ...], tmp_path: Path
 ) -> None:
     other = tmp_path / BUNDLED_MODEL.name

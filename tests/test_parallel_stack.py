@@ -35,7 +35,7 @@ FEWER_TOKENS = 30
 """As many where each takes a step of four processes."""
 
 
-def test_requests_outlive_a_killed_worker_and_nothing_outlives_the_stack() -> None:
+def test_requests_survive_a_killed_worker_and_nothing_outlives_the_stack() -> None:
     with RunningStack(*FLAGS) as stack:
         processes = stack.processes()
         engine, worker = processes["engine 0"], processes["engine 0 worker 1"]
@@ -80,7 +80,7 @@ def are_there(stack: RunningStack, names: set[str]) -> bool:
     return names <= stack.processes().keys()
 
 
-def test_streams_outlive_a_shard_of_engines_that_share_experts() -> None:
+def test_streams_survive_death_of_a_shard_with_shared_experts() -> None:
     flags = ("--data-parallel-size", "2", *FLAGS[2:], "--enable-expert-parallel")
     with RunningStack(*flags) as stack:
         undisturbed = complete(stack.url, "Once", FEWER_TOKENS)

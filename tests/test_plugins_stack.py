@@ -125,7 +125,7 @@ def test_the_documented_example_routes_and_reads_calls_and_a_family_serves(
         assert reasons == [("0", "fill_first", "1")], "the first engine, by the policy's reason"
 
 
-def test_an_engine_of_a_plugin_serves(site: Path) -> None:
+def test_plugin_engine_serves(site: Path) -> None:
     with RunningStack(
         "--engine-backend", "simulating", "--data-parallel-size", "2",
         "--api-server-count", "1", environment={"PYTHONPATH": str(site)},

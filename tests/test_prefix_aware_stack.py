@@ -48,7 +48,7 @@ class Chat:
         return usage["prompt_tokens_details"]["cached_tokens"] // BLOCK, before
 
 
-def test_chats_find_their_beginnings_on_one_of_three_engines_and_survive_its_death() -> None:
+def test_chats_find_their_prefix_on_one_engine_and_survive_its_death() -> None:
     flags = ("--data-parallel-size", "3", "--api-server-count", "2", *SLOW_STEPS)
     with RunningStack(*flags, "--routing-policy", "prefix-aware") as stack:
         chats = [Chat(stack.url, name) for name in NAMES]

@@ -92,7 +92,7 @@ def test_a_group_grows_shrinks_and_is_replaced_under_load() -> None:
     load.check()
 
 
-def test_a_member_that_hangs_holds_the_others_up_until_it_is_given_up_only() -> None:
+def test_hung_member_delays_others_only_until_timeout() -> None:
     flags = (*SIMULATED, "--engine-timeout", "2")
     with (
         RunningStack(*flags) as stack,

@@ -99,7 +99,7 @@ ENGINE = ("engine", "--executor", "simulated", "--simulated-step-us", "3000")
 
 
 @pytest.mark.parametrize(("before", "after"), [("old", "new"), ("new", "old")])
-def test_both_releases_serve_together_whichever_the_coordinator_is_of(
+def test_both_releases_serve_together_with_either_coordinator(
     cluster: Cluster, before: str, after: str
 ) -> None:
     coordinator = cluster.start(before, "coordinator")

@@ -55,7 +55,7 @@ def test_an_impossible_size_is_refused_by_name(url: str, size: object) -> None:
     assert (answer.status, answer.error["param"]) == (400, "data_parallel_size")
 
 
-def test_the_command_scales_and_says_so(url: str) -> None:
+def test_scale_command_scales_and_reports(url: str) -> None:
     flags = ("--url", url, "--admin-key", ADMIN_KEY)
     done = run_swell("scale", "2", *flags)
     assert (done.returncode, done.stdout) == (0, "2 engines: engine 0 ready, engine 1 ready\n")

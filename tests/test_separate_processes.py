@@ -82,7 +82,7 @@ def test_api_servers_that_share_no_memory_share_the_limit_of_a_key(cluster: Clus
 
 
 @pytest.mark.usefixtures("started_anew")
-def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> None:
+def test_processes_find_each_other_and_report_health(cluster: Cluster) -> None:
     api = cluster.start("api-server", "--port", str(cluster.http), "--api-server-count", "2")
     ready = f"http://127.0.0.1:{cluster.http}/ready"
     coordinator = cluster.start("coordinator", "--health-port", str(cluster.coordinator_health))
@@ -128,7 +128,7 @@ def test_processes_find_each_other_and_say_how_they_are(cluster: Cluster) -> Non
         assert process.wait(PATIENCE) == code
 
 
-def test_a_front_end_whose_number_went_to_another_while_it_slept_ends(
+def test_suspended_front_end_exits_if_its_number_was_reassigned(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """It would be known to no engine, and wait for its number for ever."""
@@ -150,7 +150,7 @@ def test_a_front_end_whose_number_went_to_another_while_it_slept_ends(
     until(lambda: cluster.total("front_ends") == 1, "one front end is left")
 
 
-def test_an_api_server_without_a_key_says_what_is_missing(cluster: Cluster) -> None:
+def test_api_server_without_key_names_missing_setting(cluster: Cluster) -> None:
     address = f"127.0.0.1:{cluster.registration}"
     done = run_swell("api-server", "--port", "0", "--coordinator", address)
     assert done.returncode == 1

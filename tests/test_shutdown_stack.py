@@ -57,7 +57,7 @@ def last_event(text: str) -> dict[str, Any]:
     return event
 
 
-def test_streams_that_a_shutdown_ends_end_with_an_error_event_and_unread_ones_delay_nothing(
+def test_streams_cut_by_shutdown_end_with_error_event_without_delay(
     clients: ThreadPoolExecutor,
 ) -> None:
     with RunningStack(*SLOW, "--shutdown-timeout", "1") as running:

@@ -96,7 +96,7 @@ def have_ended(*processes: psutil.Process) -> bool:
     return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
 
 
-def test_an_engine_of_four_processes_on_two_nodes_does_what_a_whole_one_does(
+def test_engine_of_four_processes_on_two_nodes_equals_single_process(
     span: tuple[str, ...], key: tuple[str, ...], tmp_path: Path
 ) -> None:
     write_adapter(tmp_path / "law", seed=1, rank=4, size=0.3)
@@ -143,7 +143,7 @@ def test_an_engine_of_four_processes_on_two_nodes_does_what_a_whole_one_does(
         assert "node 1 is lost: it was told to stop" in printed(engine)
 
 
-def test_an_engine_comes_back_whatever_ends_on_either_node(span: tuple[str, ...]) -> None:
+def test_engine_recovers_from_any_death_on_either_node(span: tuple[str, ...]) -> None:
     flags = (*ALONE, *span, "--resume-timeout", str(PATIENCE))
     with (
         other_node(flags) as node,
@@ -181,7 +181,7 @@ def test_an_engine_comes_back_whatever_ends_on_either_node(span: tuple[str, ...]
             again.interrupt()
 
 
-def test_another_setting_on_a_node_is_named_on_both(span: tuple[str, ...]) -> None:
+def test_different_setting_of_a_node_is_named_on_both_nodes(span: tuple[str, ...]) -> None:
     with swell("serve", "--port", "0", *ALONE, *span) as first:
         with other_node((*ALONE, *span, "--block-size", "32")) as node:
             assert node.process.wait(PATIENCE) == 1

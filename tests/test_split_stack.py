@@ -23,7 +23,7 @@ SPLIT = (
 )  # fmt: skip
 
 
-def test_each_engine_does_its_part() -> None:
+def test_prefill_and_decode_engines_each_do_their_part() -> None:
     with RunningStack(*SPLIT) as stack, ThreadPoolExecutor(len(PROMPTS)) as threads:
         list(threads.map(partial(complete, stack.url, tokens=20), PROMPTS))
         generated = metric(stack.url, "engine_generation_tokens_total")
@@ -49,9 +49,7 @@ LINKS = ("link cut", "link silent", "blocks damaged")
     [([kind for kind in STRIKES if kind not in LINKS], False), (LINKS, True)],
     ids=["ipc", "tcp with CURVE"],
 )
-def test_answers_are_those_of_one_engine_whatever_dies_while_blocks_are_on_their_way(
-    kinds: Sequence[str], over_tcp: bool
-) -> None:
+def test_answers_survive_deaths_during_block_transfer(kinds: Sequence[str], over_tcp: bool) -> None:
     rows, problems = split(2, 20, EXACT, kinds, stop_seconds=6, over_tcp=over_tcp)
     assert problems == []
     assert all(row.right + row.excused == row.answers > 0 for row in rows.values())

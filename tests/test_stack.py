@@ -40,7 +40,7 @@ def slow() -> Iterator[RunningStack]:
         yield running
 
 
-def test_every_process_names_itself(stack: RunningStack) -> None:
+def test_every_process_sets_its_title(stack: RunningStack) -> None:
     assert set(stack.processes()) == {
         "supervisor", "coordinator", "engine 0", "engine 1", "api 0", "api 1"
     }  # fmt: skip
@@ -64,7 +64,7 @@ def test_200_streams_complete_with_exact_counts(stack: RunningStack) -> None:
     until(lambda: metric(stack.url, "wave")[""] > wave_before, "the wave is counted")
 
 
-def test_200_streams_at_once_are_spread_evenly_and_run_together(slow: RunningStack) -> None:
+def test_200_concurrent_streams_are_spread_evenly(slow: RunningStack) -> None:
     before = metric(slow.url, "routing_decisions_total")
     bodies = [completion(f"Line {i}: the king", ENDLESS) for i in range(200)]
 
@@ -197,7 +197,7 @@ def steady() -> Iterator[RunningStack]:
         yield running
 
 
-def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(
+def test_dead_engine_is_replaced_and_its_requests_continue(
     quick: RunningStack, steady: RunningStack
 ) -> None:
     bodies = [completion(f"Story {i}", 400, seed=i, return_token_ids=True) for i in range(8)]
@@ -230,7 +230,7 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_go_on(
     until(lambda: metric(steady.url, "engine_restarts_total").get("1") == 1, "it is counted")
 
 
-def test_a_dead_coordinator_is_replaced_while_serving_goes_on(quick: RunningStack) -> None:
+def test_dead_coordinator_is_replaced_while_requests_are_served(quick: RunningStack) -> None:
     url = f"{quick.url}/v1/completions"
     quick.processes()["coordinator"].kill()
     for i in range(20):
@@ -252,7 +252,7 @@ def test_a_dead_front_end_is_replaced_without_a_refused_connection(quick: Runnin
     until(lambda: metric(quick.url, "front_ends")[""] == 2, "two front ends again")
 
 
-def test_what_a_killed_supervisor_leaves_ends_and_a_stopped_one_leaves_nothing(
+def test_children_of_killed_supervisor_exit_and_stopped_one_leaves_nothing(
     quick: RunningStack, in_a_folder: tuple[str, ...]
 ) -> None:
     processes = list(quick.processes().values())
@@ -304,7 +304,7 @@ def test_requests_in_flight_end_after_sigterm_and_new_ones_are_refused(
         assert not [line for line in running.lines[said:] if "killed" in line]
 
 
-def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
+def test_engine_with_hung_step_exits_and_its_requests_move() -> None:
     flags = ("--executor", "simulated", "--simulated-step-us", "60000000", "--step-timeout", "0.1")
     with RunningStack(*flags, "--max-resumes", "1") as running:
         error = fetch(f"{running.url}/v1/completions", completion("Hang", 5), timeout=240).error
@@ -316,7 +316,7 @@ def test_an_engine_whose_step_hangs_ends_and_its_requests_are_moved() -> None:
         until(lambda: fetch(f"{running.url}/ready").status == 200, "engines are started again")
 
 
-def test_a_second_signal_ends_at_once(slow: RunningStack) -> None:
+def test_second_signal_exits_immediately(slow: RunningStack) -> None:
     with ThreadPoolExecutor(1) as clients:
         body = completion("Long", ENDLESS)
         answer = clients.submit(call, f"{slow.url}/v1/completions", body, timeout=600)
@@ -330,7 +330,7 @@ def test_a_second_signal_ends_at_once(slow: RunningStack) -> None:
         assert answer.exception(timeout=PATIENCE) is not None
 
 
-def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
+def test_failed_start_reports_reason_and_leaves_nothing() -> None:
     process = subprocess.Popen(
         [SWELL, "serve", "--port", "0", "/nonexistent/model"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -349,7 +349,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
     assert not psutil.wait_procs(children, timeout=PATIENCE)[1]
 
 
-def test_a_taken_port_is_named(stack: RunningStack) -> None:
+def test_port_in_use_is_named(stack: RunningStack) -> None:
     port = stack.url.rsplit(":", 1)[1]
     ended = run_swell("serve", "--port", port)
     assert ended.returncode == 1
@@ -374,7 +374,7 @@ def test_every_wake_of_idle_engines_is_counted(stack: RunningStack) -> None:
     assert "swell_wave{" in fetch(f"{stack.url}/metrics/engine/0").text
 
 
-def test_every_process_of_a_cluster_shows_its_build_and_what_it_takes(stack: RunningStack) -> None:
+def test_every_process_of_cluster_reports_build_and_resource_usage(stack: RunningStack) -> None:
     def shown(name: str) -> dict[str, float]:
         pattern = rf'^swell_{name}\{{.*process="([^"]+)".*\}} (\S+)$'
         text = fetch(f"{stack.url}/metrics").text

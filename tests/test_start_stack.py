@@ -66,7 +66,7 @@ def few_files() -> Iterator[int]:
 
 
 @ANEW
-def test_forked_processes_are_like_others_take_less_memory_and_are_replaced(few_files: int) -> None:
+def test_forked_processes_work_with_less_memory_and_are_replaced(few_files: int) -> None:
     with started("exec") as stack:
         text = answer(stack)
         each_by_itself, held = memory(stack), descriptors(stack)
@@ -101,7 +101,7 @@ def test_forked_processes_are_like_others_take_less_memory_and_are_replaced(few_
 
 @ANEW
 def test_a_stop_while_templates_load_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "server.own_server_main", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "server.local_server_main", "serve", "--port", "0"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
@@ -128,7 +128,7 @@ def test_a_stop_while_templates_load_leaves_nothing() -> None:
         (("--api-key-file", "/nowhere"), "--api-key-file /nowhere cannot be read"),
     ],
 )
-def test_what_is_wrong_is_the_last_line(flags: tuple[str, ...], reason: str) -> None:
+def test_reason_of_failure_is_the_last_line(flags: tuple[str, ...], reason: str) -> None:
     served = run_swell("serve", "--port", str(free_port()), "--data-parallel-size", "1", *flags)
     assert served.returncode == 1
     last = served.stderr.strip().splitlines()[-1]

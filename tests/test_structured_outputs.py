@@ -70,7 +70,7 @@ def schema_format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_model_of_nonsense_writes_what_the_schema_says(client: openai.OpenAI) -> None:
+def test_random_model_follows_the_schema(client: openai.OpenAI) -> None:
     def ask(seed: int) -> Any:
         return chat(client, seed=seed, response_format=schema_format(PERSON)).choices[0]
 
@@ -101,7 +101,7 @@ def test_the_parse_helper_of_the_client_returns_objects(client: openai.OpenAI) -
     assert isinstance(cast, Cast)
 
 
-def test_any_object_is_an_object_when_it_fits(client: openai.OpenAI) -> None:
+def test_json_object_format_gives_an_object(client: openai.OpenAI) -> None:
     seen = 0
     for seed in range(3):
         answer = chat(
@@ -129,7 +129,7 @@ def test_any_object_is_an_object_when_it_fits(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_constraints_of_the_vllm_kind(
+def test_vllm_constraints_are_enforced(
     client: openai.OpenAI, constraint: dict[str, Any], pattern: str
 ) -> None:
     completion = client.completions.create(
@@ -146,7 +146,7 @@ def test_constraints_of_the_vllm_kind(
         assert re.fullmatch(pattern, choice.text), choice.text
 
 
-def test_everything_else_that_a_request_may_ask_for_composes(client: openai.OpenAI) -> None:
+def test_grammars_combine_with_all_other_parameters(client: openai.OpenAI) -> None:
     common = {"seed": 11, "response_format": schema_format(PLAYER)}
     plain = chat(client, **common).choices[0].message.content
     scored = chat(client, logprobs=True, top_logprobs=2, **common).choices[0]

@@ -20,7 +20,7 @@ KILLER = [7, 11, 7, 11]
 INNOCENT, INNOCENT_TOKENS = 40, 300
 
 
-def test_what_kills_engines_takes_no_innocent_request_with_it(
+def test_killer_request_ends_no_innocent_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, known = Path(__file__).parent / "killer", os.environ.get("PYTHONPATH", "")

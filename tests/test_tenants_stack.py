@@ -35,7 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield stack.url
 
 
-def test_nobody_learns_what_another_tenant_asked(url: str) -> None:
+def test_tenants_cannot_observe_prompts_of_others(url: str) -> None:
     secret = "the launch code is four five six seven " * 10
 
     async def ask(key: str, **fields: object) -> int:
@@ -53,7 +53,7 @@ def test_nobody_learns_what_another_tenant_asked(url: str) -> None:
     asyncio.run(guess())
 
 
-def test_a_flood_of_one_tenant_leaves_the_others_what_they_had(url: str) -> None:
+def test_flood_of_one_tenant_does_not_slow_others(url: str) -> None:
     async def flood() -> None:
         crowd = [
             asyncio.create_task(complete(url, f"hog-{1 + n % 2}", prompt=f"{n}", max_tokens=16000))

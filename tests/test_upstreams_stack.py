@@ -12,7 +12,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.stack
 
 
-def test_requests_are_answered_by_the_stack_that_has_their_model(tmp_path: Path) -> None:
+def test_requests_are_answered_by_stack_with_their_model(tmp_path: Path) -> None:
     routes = tmp_path / "routes.yaml"
 
     def status(model: str) -> int:

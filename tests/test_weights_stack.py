@@ -103,7 +103,7 @@ def replace_under_streams(url: str, streams: int, version: str, replace: Callabl
     return text
 
 
-def test_checkpoints_are_loaded_under_streams_and_outlive_engines(
+def test_checkpoints_are_loaded_during_streams_and_survive_restarts(
     stack: RunningStack, directory: Path
 ) -> None:
     url = stack.url
@@ -159,7 +159,7 @@ def part_of_an_update(url: str, sender: WeightSender, weights: dict[str, Tensor]
         return asked.result(PATIENCE)
 
 
-def test_engines_follow_a_trainer_and_lose_nothing_when_it_dies(stack: RunningStack) -> None:
+def test_engines_follow_trainer_and_survive_its_death(stack: RunningStack) -> None:
     url = stack.url
     assert fetch(f"{url}/update_weights", {"update_info": {}}, key="wrong").status == 403
     texts = {"": greedy(url, 0)[1]}

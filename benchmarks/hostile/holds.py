@@ -27,7 +27,7 @@ from benchmarks.hostile.requests import (
     pattern_requests,
 )
 from benchmarks.hostile.trial import SHOWN, field_attacks
-from engine.shared.own_process import freeze_heap
+from engine.shared.process_state import freeze_heap
 from swell import AsyncLLM
 
 ATTEMPTS = 2

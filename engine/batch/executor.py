@@ -128,15 +128,15 @@ class Executor(ABC):
         """Switch to the weights that a trainer has sent; otherwise as `load_weights`."""
         self.weight_transfer()
 
-    def settle_weights(self, *, back: bool) -> None:
-        """Free the previous weights, or switch `back` to them with an empty KV cache.
+    def settle_weights(self, *, revert: bool) -> None:
+        """Free the previous weights, or with `revert` switch back to them with an empty KV cache.
 
         Freeing is allowed even if there are none.
 
         Raises:
             CannotDo: there are none to switch back to.
         """
-        if back:
+        if revert:
             raise CannotDo("the previous weights are no longer available")
 
     def start_profile(self) -> None:

@@ -19,7 +19,7 @@ from engine.core.front_ends import CoreStep, FrontEnds, UrgentStats
 from engine.core.halting import FLEET, Halting
 from engine.core.operations import Operations
 from engine.core.steps import Steps
-from engine.core.utilities import carry_out
+from engine.core.utilities import execute_operation
 from engine.core.wave_clock import WaveClock
 from engine.kv_events.events import KvEventLog
 from engine.kv_tiers.tiers import KvTiers
@@ -235,7 +235,7 @@ class EngineCore:
             ):
                 pass
             case UtilityCall() | FleetOrder():
-                self._front_ends.results += carry_out(self.operations, event, self._rank)
+                self._front_ends.results += execute_operation(self.operations, event, self._rank)
             case KvBlocksQuery(front_end, after):
                 self._front_ends.request_blocks(front_end, after)
                 self._answer_block_requests()

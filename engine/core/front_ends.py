@@ -143,7 +143,7 @@ class FrontEnds:
         if not message.encoder_inputs:
             return message
         try:
-            return entry.images.with_held(message)
+            return entry.images.restore_held(message)
         except KeyError:
             return None
 

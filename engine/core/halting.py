@@ -6,7 +6,7 @@ FLEET = -1
 """Value of `front_end` in calls that result from a fleet order."""
 
 
-def calls_of(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
+def calls_between(before: FleetOrder, after: FleetOrder) -> list[UtilityCall]:
     """Return the calls by which an engine that followed one order follows the next."""
 
     def call(name: str, **arguments: str | int) -> UtilityCall:
@@ -56,7 +56,7 @@ class Halting:
         if order.revision <= before.revision:
             return []
         self.order = order
-        calls = calls_of(before, order)
+        calls = calls_between(before, order)
         if not calls:
             self.settled = order.revision
         return calls

@@ -167,7 +167,7 @@ class Operations:
             raise CannotDo("its weights were replaced meanwhile")
         if source == self._previous_weights:
             self.steps.vacate()
-            self.executor.settle_weights(back=True)
+            self.executor.settle_weights(revert=True)
             return self._set_weights(source, previous=None)
         if source.model == PUSHED:
             self.steps.vacate()
@@ -189,13 +189,13 @@ class Operations:
         self.executor.load_weights(source.model, source.revision)
         if self.weights.model == PUSHED:
             return self._set_weights(source, previous=self.weights)
-        self.executor.settle_weights(back=False)  # the previous ones can be read again
+        self.executor.settle_weights(revert=False)  # the previous ones can be read again
         return self._set_weights(source, previous=None)
 
     def settle_weights(self) -> None:
         """Free the previous weights, which were kept to allow going back."""
         self._previous_weights = None
-        self.executor.settle_weights(back=False)
+        self.executor.settle_weights(revert=False)
 
     def _set_weights(self, source: WeightsSource, previous: WeightsSource | None) -> WeightsSource:
         self._previous_weights = previous

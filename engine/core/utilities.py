@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Answer = dict[str, UtilityValue]
 
 
-class Operated(Protocol):
+class OperableEngine(Protocol):
     """Operations that every engine supports; its setup names the utilities that it offers."""
 
     @property
@@ -83,8 +83,8 @@ def _arguments_of(run: Callable[..., Answer]) -> type[msgspec.Struct]:
     return msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
 
 
-def carry_out(
-    engine: Operated, event: UtilityCall | FleetOrder, rank: int
+def execute_operation(
+    engine: OperableEngine, event: UtilityCall | FleetOrder, rank: int
 ) -> list[tuple[int, UtilityResult]]:
     """Carry out an operator's call, or a fleet order, with `call_utility`.
 
@@ -109,7 +109,7 @@ def carry_out(
     return results
 
 
-def _compare_weights(engine: Operated, order: FleetOrder) -> None:
+def _compare_weights(engine: OperableEngine, order: FleetOrder) -> None:
     """Make an engine that missed weights sent by a trainer wait for the next ones."""
     sent, halting = order.weights, engine.halting
     if order.revision <= halting.order.revision or sent is None or sent.model != PUSHED:
@@ -121,7 +121,7 @@ def _compare_weights(engine: Operated, order: FleetOrder) -> None:
         halting.lacks_weights = halting.hands_over = True
 
 
-def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResult:
+def call_utility(engine: OperableEngine, call: UtilityCall, rank: int) -> UtilityResult:
     """Carry out a call, or return an error; `rank` is the engine's.
 
     Raises:
@@ -151,7 +151,7 @@ def call_utility(engine: Operated, call: UtilityCall, rank: int) -> UtilityResul
     return msgspec.structs.replace(result, error=error)
 
 
-def _info(engine: Operated) -> Answer:
+def _info(engine: OperableEngine) -> Answer:
     stats, setup, halting = engine.stats(), engine.setup, engine.halting
     return {
         "rank": stats.rank,
@@ -177,22 +177,22 @@ def _info(engine: Operated) -> Answer:
     }
 
 
-def _pause(engine: Operated, mode: PauseMode = "keep") -> Answer:
+def _pause(engine: OperableEngine, mode: PauseMode = "keep") -> Answer:
     engine.pause(mode)
     return {"is_paused": engine.is_paused}
 
 
-def _resume(engine: Operated) -> Answer:
+def _resume(engine: OperableEngine) -> Answer:
     engine.resume()
     return {"is_paused": False}
 
 
-def _sleep(engine: Operated, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep") -> Answer:
+def _sleep(engine: OperableEngine, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep") -> Answer:
     engine.sleep(level, mode)
     return {"is_sleeping": True}
 
 
-def _wake_up(engine: Operated, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
+def _wake_up(engine: OperableEngine, tags: str = ",".join(ASLEEP_TAGS)) -> Answer:
     """`tags`: memory to restore, separated by commas."""
     requested = set(tags.split(","))
     if unknown := requested.difference(ASLEEP_TAGS, ["scheduling"]):

@@ -27,7 +27,7 @@ _NAME = "gloo_tcp_loop"
 _THREADS = Path("/proc/self/task")
 
 
-def let_others_finish() -> None:
+def use_batch_scheduling() -> None:
     """Prevent this process's gloo threads from preempting the threads that they wait for.
 
     A gloo thread that is woken by data for a connection polls the kernel while another thread holds
@@ -177,15 +177,15 @@ class Connections:
             _abandoned.append((self._backend, stuck))
         self._backend = None
 
-    def _keep_sockets(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Ends"]) -> None:
+    def _keep_sockets(self, store: Store, spec: GroupSpec, fresh: dict[int, "_Endpoints"]) -> None:
         """Duplicate the new sockets that are connected to other members."""
-        mirrored = [_Ends(ends.remote, ends.local) for ends in fresh.values()]
+        mirrored = [_Endpoints(ends.remote, ends.local) for ends in fresh.values()]
         store.set(f"sockets/{spec.rank}", msgspec.json.encode(mirrored).decode())
-        remote_ends: set[_Ends] = set()
+        remote_ends: set[_Endpoints] = set()
         for rank in range(spec.size):
             if rank != spec.rank:
                 received = store.get(f"sockets/{rank}")
-                remote_ends.update(msgspec.json.decode(received, type=list[_Ends]))
+                remote_ends.update(msgspec.json.decode(received, type=list[_Endpoints]))
         for fd, ends in fresh.items():
             if ends in remote_ends:
                 self._sockets.append(socket.socket(fileno=os.dup(fd)))
@@ -199,7 +199,7 @@ def gloo_backend(store: Store, spec: GroupSpec) -> Backend:
     options._timeout = spec.timeout_s * _SECOND
     options._threads = 1
     backend = cast("Backend", gloo(store, spec.rank, spec.size, options))
-    let_others_finish()
+    use_batch_scheduling()
     return backend
 
 
@@ -212,16 +212,16 @@ def nccl_backend(store: Store, spec: GroupSpec, device: torch.device) -> Backend
     return cast("Backend", backend)
 
 
-class _Ends(msgspec.Struct, frozen=True):
+class _Endpoints(msgspec.Struct, frozen=True):
     """The two addresses of a TCP connection."""
 
     local: tuple[str, int]
     remote: tuple[str, int]
 
 
-def _tcp_connections() -> dict[int, _Ends]:
+def _tcp_connections() -> dict[int, _Endpoints]:
     """Return this process's connected TCP sockets by descriptor."""
-    found: dict[int, _Ends] = {}
+    found: dict[int, _Endpoints] = {}
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # closed in the meantime, or not connected
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -229,7 +229,7 @@ def _tcp_connections() -> dict[int, _Ends]:
             with socket.socket(fileno=os.dup(int(name))) as probe:
                 if probe.family in (socket.AF_INET, socket.AF_INET6):
                     local, remote = probe.getsockname()[:2], probe.getpeername()[:2]
-                    found[int(name)] = _Ends(local, remote)
+                    found[int(name)] = _Endpoints(local, remote)
     return found
 
 

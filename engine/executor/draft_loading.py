@@ -11,7 +11,7 @@ from engine.executor.loading import draft_settings, load_model
 from engine.executor.rules import BadDraftModel, check_draft_model, check_head_settings
 from engine.models.decoder import Decoder
 from engine.models.fallback.decoder import FallbackDecoder
-from engine.models.heads.eagle3 import is_eagle3, is_other_head, load_eagle3
+from engine.models.heads.eagle3 import is_eagle3, is_unsupported_head, load_eagle3
 from engine.models.heads.head import DraftHead
 from engine.models.heads.mtp import load_mtp
 from engine.models.hf_config import read_config
@@ -94,7 +94,7 @@ def load_draft(
     described = read_config(model_directory(settings, weights=False))
     if is_mtp or is_eagle3(described):
         return _load_head(config, settings, described, target, report)
-    if is_other_head(described):
+    if is_unsupported_head(described):
         named = ", ".join(described.get("architectures") or []) or "a speculator"
         raise BadDraftModel(
             f"--speculative-model {name}: {named} is not supported; of draft heads EAGLE-3 is"

@@ -333,18 +333,18 @@ class InProcessExecutor(GroupExecutor):
         self._check_sent(sent)
         self._replace_weights(self._config.model, sent)
 
-    def settle_weights(self, *, back: bool) -> None:
-        """Free the previous weights, or with `back` switch back to them and free the new ones."""
+    def settle_weights(self, *, revert: bool) -> None:
+        """Free the previous weights, or with `revert` switch back to them and free the new ones."""
         previous, self._previous = self._previous, None
-        if back and previous is None:
+        if revert and previous is None:
             raise CannotDo("the previous weights are no longer available")
         if self._leader is not None:
-            self._leader.call(SettleWeights(back))
-        if previous is not None and back:
+            self._leader.call(SettleWeights(revert))
+        if previous is not None and revert:
             self._config, self.info = previous
             self._runner = self._pipelined = None  # which holds the KV cache
-        self._holder.settle(back=back)
-        if back:
+        self._holder.settle(revert=revert)
+        if revert:
             self._build_runner(self._loaded)
 
     def _check_takes_weights(self) -> None:
@@ -391,9 +391,9 @@ class InProcessExecutor(GroupExecutor):
                 raise CannotDo(f"{what} is a model of another shape")
         except Exception as error:
             self._config = previous[0]
-            self._holder.settle(back=True)
+            self._holder.settle(revert=True)
             if sent is not None and self._leader is not None:
-                self._leader.call(SettleWeights(back=True))
+                self._leader.call(SettleWeights(revert=True))
             if isinstance(error, CannotDo):
                 raise
             raise CannotDo(f"{what} cannot be loaded: {error}") from error

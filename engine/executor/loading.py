@@ -11,7 +11,7 @@ import torch
 
 from engine.executor.environment import num_cores
 from engine.executor.layout import Layout
-from engine.executor.rules import check_sharded_state, why_no_images
+from engine.executor.rules import check_sharded_state, image_refusal
 from engine.kernels.processor import kernels_are_faster
 from engine.kernels.registry import fused_kernels
 from engine.models.cache_groups import CacheGroups, divide, one_group
@@ -20,7 +20,7 @@ from engine.models.fallback.choice import implementation
 from engine.models.fallback.loading import load_fallback
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import TensorFiles, computed_fingerprint
-from engine.models.heads.eagle3 import is_eagle3, is_other_head
+from engine.models.heads.eagle3 import is_eagle3, is_unsupported_head
 from engine.models.heads.head import DraftHead
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import AdapterCapacity, DecoderLoader, Shard
@@ -176,7 +176,7 @@ def load_model(
 def _takes_images(config: EngineConfig, directory: Path, vision: VisionSpec | None) -> bool:
     if vision is None or config.model.language_model_only:
         return False
-    reason = why_no_images(config, vision)
+    reason = image_refusal(config, vision)
     if reason is None and not has_vision(directory, vision, config.model):
         reason = f"the weights in {directory}, which include no vision encoder"
     is_tower = isinstance(vision, TowerSpec)
@@ -216,7 +216,7 @@ def _has_head(config: EngineConfig) -> bool:
     if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
         return scheduling.drafts_with_model
     draft_config = read_config(model_directory(draft_settings(config), weights=False))
-    return is_eagle3(draft_config) or is_other_head(draft_config)
+    return is_eagle3(draft_config) or is_unsupported_head(draft_config)
 
 
 def draft_settings(config: EngineConfig) -> ModelConfig:

@@ -110,10 +110,10 @@ class ModelHolder:
         self.join_experts()
         return self.loaded
 
-    def settle(self, *, back: bool) -> None:
-        """Free the previous weights, or with `back` switch back to them."""
+    def settle(self, *, revert: bool) -> None:
+        """Free the previous weights, or with `revert` switch back to them."""
         replaced, self._previous = self._previous, None
-        if back and replaced is not None:
+        if revert and replaced is not None:
             self.loaded = replaced
         release_freed_memory(self._device)
 

@@ -181,7 +181,7 @@ def check_sharded_state(config: EngineConfig, *, is_fallback: bool, is_pooling: 
         raise UnsupportedModel(f"--load-format sharded_state: {reasons}")
 
 
-def why_no_images(config: EngineConfig, vision: VisionSpec) -> str | None:
+def image_refusal(config: EngineConfig, vision: VisionSpec) -> str | None:
     """Return why images are refused; None if they are accepted."""
     if not vision.is_bidirectional:
         return None

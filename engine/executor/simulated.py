@@ -205,9 +205,9 @@ class SimulatedExecutor(GroupExecutor):
         """Drop all sequences; tokens do not depend on weights."""
         self.sleep(1)
 
-    def settle_weights(self, *, back: bool) -> None:
+    def settle_weights(self, *, revert: bool) -> None:
         """Drop all sequences when switching back."""
-        if back:
+        if revert:
             self.sleep(1)
 
     def prepare_group(self, position: int, size: int) -> None:

@@ -161,7 +161,7 @@ class TakeWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class SettleWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Free the previous weights, or switch back to them if they exist; replied to."""
 
-    back: bool
+    revert: bool
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag=True, array_like=True):

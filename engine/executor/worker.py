@@ -74,7 +74,7 @@ from engine.runner.kv_memory import (
 from engine.runner.memory_profile import MemoryTrial
 from engine.shared.lifeline import CANNOT_START, FrameReader, Lifeline, pack_frame
 from engine.shared.logs import name_process
-from engine.shared.own_process import end_signals
+from engine.shared.process_state import end_signals
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +180,8 @@ class Worker:
                 self._holder.sleep(level)
             case TakeWeights():
                 self._take_weights(command)
-            case SettleWeights(back):
-                self._holder.settle(back=back)
+            case SettleWeights(revert):
+                self._holder.settle(revert=revert)
             case StartProfile():
                 self._steps.start_profile()
             case StopProfile(path):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.batch.batch import GRAMMAR_CONFLICT, SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.mask_threads import MAX_SECONDS
-from engine.shared.matchers import leads_nowhere, shortened_message
+from engine.shared.matchers import is_dead_end, shortened_message
 from engine.shared.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class GrammarFollower:
         if any(limit in message for limit in _LIMITS):
             self._compiler.forget(self.grammar)
             self.stalled = reason
-        elif leads_nowhere(message):
+        elif is_dead_end(message):
             self.error = _DEAD_END
         else:
             logger.debug("%s", reason)

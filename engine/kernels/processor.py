@@ -67,7 +67,7 @@ def kind() -> Kind:
         ValueError: the configured name is not a kind of this architecture.
     """
     if not is_chosen():
-        return found_kind()
+        return detected_kind()
     name = os.environ[VARIABLE]
     known = [each for each in Kind if is_x86() != (each in (Kind.BF16, Kind.OTHER))]
     if name not in known:
@@ -75,7 +75,7 @@ def kind() -> Kind:
     return Kind(name)
 
 
-def found_kind() -> Kind:
+def detected_kind() -> Kind:
     """Return this processor's kind, ignoring configuration."""
     if not is_x86():
         has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ def product_rows() -> int:
     return 0 if faster is None else faster.product_rows
 
 
-def kernel_attends_to_prompts() -> bool:
+def prompt_kernel_is_faster() -> bool:
     """Return whether an attention kernel is faster for prompts than torch's operators."""
     faster = MEASURED.get(kind())
     return faster is not None and faster.prompt_attention
@@ -165,7 +165,7 @@ def is_invariance_cheap() -> bool:
 
 def is_invariance_free() -> bool:
     """Return whether row-wise kernels are the fastest for any number of rows."""
-    return product_rows() == ALL_ROWS and kernel_attends_to_prompts()
+    return product_rows() == ALL_ROWS and prompt_kernel_is_faster()
 
 
 def has_16_bit_kernels() -> bool:
@@ -202,5 +202,5 @@ def row_price(device: torch.device, *, in_16_bits: bool) -> float:
 
 
 if __name__ == "__main__":
-    chosen, found = kind(), found_kind()
+    chosen, found = kind(), detected_kind()
     print(f"processor: {found}" if chosen == found else f"processor: {found}, taken for {chosen}")

@@ -18,9 +18,9 @@ _UNCACHED_VALUES = 1 << 18
 """Minimum values per thread for which this pays."""
 
 
-def computed_by_rows(function: _Function) -> _Function:
+def row_independent(function: _Function) -> _Function:
     """Mark a function as computing each row independently of the number of rows."""
-    function.is_by_rows = True  # type: ignore[attr-defined]
+    function.is_row_independent = True  # type: ignore[attr-defined]
     return function
 
 

@@ -41,7 +41,7 @@ _PROBED_EXPERTS = 4, 2, 60
 """Numbers of experts, of experts per token, and of tokens for the comparison."""
 
 
-class AddingProduct(Protocol):
+class ProductWithAddends(Protocol):
     """A product with optional addends."""
 
     def __call__(self, x: Tensor, addends: Tensor | None = None) -> Tensor:
@@ -189,7 +189,7 @@ def _stores_agree(kernels: FusedKernels, qkv: Tensor, factors: tuple[Tensor, Ten
 
 
 @cache
-def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
+def expert_choice(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
     """Return the function that chooses experts by scores of this dtype on this device."""
 
     def build() -> ChooseExperts:
@@ -198,7 +198,7 @@ def choosing(dtype: torch.dtype, device: torch.device) -> ChooseExperts:
         return by_kernel
 
     return compiled_for_cpu(
-        choose_experts, build, _choose_alike, "choices of experts", dtype=dtype, device=device
+        choose_experts, build, _choices_agree, "choices of experts", dtype=dtype, device=device
     )
 
 
@@ -212,7 +212,7 @@ def swiglu_of_chosen(dtype: torch.dtype, device: torch.device) -> GateChosen:
         return by_kernel
 
     return compiled_for_cpu(
-        gating(swiglu), build, _gate_alike, "gates of chosen experts", dtype=dtype, device=device
+        gating(swiglu), build, _gates_agree, "gates of chosen experts", dtype=dtype, device=device
     )
 
 
@@ -282,7 +282,7 @@ def product_block() -> int:
     return 0 if kernel is None else kernel.block
 
 
-def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> AddingProduct | None:
+def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> ProductWithAddends | None:
     """Return a kernel product with oneDNN's packed [outputs, inputs], or None.
 
     Raises:
@@ -293,7 +293,7 @@ def product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> AddingProduc
     return compiled_product(packed, weight, bias)
 
 
-def attends_by_pairs(head_dim: int) -> bool:
+def has_patch_attention(head_dim: int) -> bool:
     """Return whether one CPU kernel supports prompts and decodes, each token separately.
 
     Raises:
@@ -305,7 +305,7 @@ def attends_by_pairs(head_dim: int) -> bool:
     return has_pairs() and not float32_is_faster() and patch_attention.fits(head_dim)
 
 
-def _choose_alike(choose: ChooseExperts) -> bool:
+def _choices_agree(choose: ChooseExperts) -> bool:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(3, 12, generator=generator).bfloat16()[:, :10]
     for normalize in (False, True):
@@ -317,7 +317,7 @@ def _choose_alike(choose: ChooseExperts) -> bool:
     return True
 
 
-def _gate_alike(gate: GateChosen) -> bool:
+def _gates_agree(gate: GateChosen) -> bool:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(3, 4, 20, generator=generator).bfloat16()
     chosen, weights = torch.tensor([[0, 3], [2, 1], [3, 0]]), torch.rand(3, 2, generator=generator)

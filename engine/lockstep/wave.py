@@ -191,7 +191,7 @@ class EngineWave(WaveClock):
         self._gather_interval = gather_interval
         self._max_in_flight = max_in_flight
         self._in_flight = 0
-        self._settles = False
+        self._must_land = False
         """No step is launched until all have landed and the ranks have gathered once more."""
         self._tag = 0
         self._held_at = 0
@@ -231,8 +231,8 @@ class EngineWave(WaveClock):
             self._start()
         if self.phase in (Phase.PAUSED, Phase.HELD, Phase.APART):
             return Park()
-        if self._in_flight and (self._settles or self._in_flight == self._max_in_flight):
-            return Land(drains=not self._settles)
+        if self._in_flight and (self._must_land or self._in_flight == self._max_in_flight):
+            return Land(drains=not self._must_land)
         if self._loads is None and self._gathers_now():
             return Gather(
                 GatherRow(
@@ -262,7 +262,7 @@ class EngineWave(WaveClock):
         self.phase = Phase.APART
         self._loads = None
         self._in_flight = 0
-        self._settles = False
+        self._must_land = False
 
     def regroup(
         self, topology: int, *, is_leader: bool | None = None, gather_interval: int | None = None
@@ -332,8 +332,8 @@ class EngineWave(WaveClock):
         self._tag += 1
         self._adopt(verdict.wave)
         self.hold_epoch = max(self.hold_epoch, verdict.hold_epoch)
-        self._settles = self._in_flight > 0 and verdict.phase is not Phase.RUNNING
-        if self._settles:
+        self._must_land = self._in_flight > 0 and verdict.phase is not Phase.RUNNING
+        if self._must_land:
             return
         if verdict.phase is Phase.RUNNING:
             self._loads = tuple(row.load for row in rows)

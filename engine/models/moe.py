@@ -19,7 +19,7 @@ from engine.models.adapters import AdapterBank
 from engine.models.layers import sigmoid
 from engine.models.module import Module, Rows, add_to
 from engine.models.products.dense import DenseLinear
-from engine.models.products.row_blocks import is_by_rows
+from engine.models.products.row_blocks import is_row_independent
 from engine.models.spec import MoeSpec
 
 _SMALLEST_SUM = 1e-20
@@ -112,7 +112,7 @@ class Expert(Module):
         self.gate_up_proj = gate_up
         self.down_proj = down
         self._gated = gated
-        self.is_by_rows = all(is_by_rows(part) for part in (gate_up, down, gated))
+        self.is_row_independent = all(is_row_independent(part) for part in (gate_up, down, gated))
         self.kernel: tuple[Any, ...] | None = None
         first, second = (getattr(part, "kernel", None) for part in (gate_up, down))
         if first is not None and second is not None:
@@ -203,7 +203,7 @@ class StackedExperts(Module):
         """Views of the same weights."""
 
     @staticmethod
-    def suits(num_experts: int, per_token: int, num_bytes: int) -> bool:
+    def is_small_enough(num_experts: int, per_token: int, num_bytes: int) -> bool:
         """Return whether a layer with this many experts and bytes is small enough."""
         return num_experts <= _MAX_WASTE * per_token and num_bytes <= _SMALL_LAYER
 

@@ -36,7 +36,7 @@ from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch, Watchdog
 from engine.core.wave_clock import WaveClock
 from engine.executor.environment import bind_cpus, compute_processes, configure_environment
-from engine.executor.rules import check_draft_settings, check_pooling, why_no_images
+from engine.executor.rules import check_draft_settings, check_pooling, image_refusal
 from engine.executor.team import Team
 from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
@@ -70,9 +70,9 @@ from engine.shared.messages import (
     KvRole,
 )
 from engine.shared.model_files import model_directory
-from engine.shared.own_process import end_signals, freeze_heap
 from engine.shared.plugins import BadPlugin, load_plugin
 from engine.shared.pooling import PoolingSpec, read_pooling
+from engine.shared.process_state import end_signals, freeze_heap
 from engine.shared.transport import Transport, advertised_host, make_context
 from engine.vllm.arguments import check_settings
 
@@ -217,7 +217,7 @@ def _simulated_executor(
         modules = AdaptableModules(read_spec(directory))
         adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
     vision = read_spec(directory).vision if has_vision else None
-    if vision is not None and why_no_images(config, vision) is not None:
+    if vision is not None and image_refusal(config, vision) is not None:
         vision = None
     return SimulatedExecutor(
         config,

@@ -41,7 +41,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.group_config import group_config
 from engine.shared.membership import Identity, Membership
 from engine.shared.messages import CoordinatorReply, EngineInput, GroupOrder, encode
-from engine.shared.own_process import process_use
+from engine.shared.process_state import process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
 

@@ -1,8 +1,8 @@
-"""The fairness policy of an engine: scheduling order, preemption, and limits per party.
+"""The fairness policy of an engine: scheduling order, preemption, and limits per flow.
 
 Requests are ordered by priority, then between tenants by work received (`Shares`), then by arrival.
-While others decode, one party (a client's request, which can have thousands of sequences, or a
-tenant) can lengthen a step only by a fraction (`Parties`); a tenant's prefill is limited by its
+While others decode, one flow (a client's request, which can have thousands of sequences, or a
+tenant) can lengthen a step only by a fraction (`FlowLimits`); a tenant's prefill is limited by its
 credit (`PrefillQuota`). Costs of rows, prompt tokens and grammar masks are measured (`StepCosts`).
 If slots or blocks run short, requests that hold many are preempted for others
 (`engine.scheduler.preemption`). A tenant or request without competitors is not limited.
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 
-from engine.scheduler.parties import Parties
+from engine.scheduler.flow_limits import FlowLimits
 from engine.scheduler.preemption import Capacity, FreeCapacity, choose_heaviest, choose_victims
 from engine.scheduler.request import Request, precedence
-from engine.scheduler.shares import Shares, add_one, take_one
+from engine.scheduler.shares import Shares, decrement, increment
 from engine.scheduler.step_costs import StepCosts
 
 _COSTLY_US = 100
@@ -38,7 +38,7 @@ class Fairness:
         costs: measured costs of steps.
         capacity: slots and KV blocks to share.
         max_prefill: maximum prompt tokens per tenant and step while other tenants are present.
-        max_slowdown: factor by which a party can lengthen steps for others; None is unlimited.
+        max_slowdown: factor by which a flow can lengthen steps for others; None is unlimited.
         by_priority: whether requests are ordered by priority.
     """
 
@@ -56,8 +56,8 @@ class Fairness:
         self._capacity = capacity
         self._by_priority = by_priority
         self._fraction = None if max_slowdown is None else max_slowdown - 1
-        self._groups = Parties(attrgetter("group"), costs, self._fraction or 0.0)
-        self._tenants = Parties(attrgetter("tenant"), costs, self._fraction or 0.0)
+        self._groups = FlowLimits(attrgetter("group"), costs, self._fraction or 0.0)
+        self._tenants = FlowLimits(attrgetter("tenant"), costs, self._fraction or 0.0)
         self._quota = self.shares.quota()
         self._running: dict[int, int] = {}
         """Running sequences by group."""
@@ -85,12 +85,12 @@ class Fairness:
     def start(self, request: Request) -> None:
         """Record that a sequence has started to run."""
         self.shares.start(request.tenant)
-        add_one(self._running, request.group)
+        increment(self._running, request.group)
 
     def stop(self, request: Request) -> None:
         """Record that a sequence has stopped running."""
         self.shares.stop(request.tenant)
-        take_one(self._running, request.group)
+        decrement(self._running, request.group)
         self._mask_us.pop(request.id, None)
 
     def masked(self, request: Request, mask_us: int) -> None:
@@ -221,21 +221,21 @@ class Fairness:
 
     # -- one step --------------------------------------------------------------------------------
 
-    def hold(self, ready: Sequence[Request]) -> Collection[int]:
+    def begin_decodes(self, ready: Sequence[Request]) -> Collection[int]:
         """Begin the decodes of a step; return the ids of ready sequences that are held back."""
         self._step += 1
         limited = self._fraction is not None
         weights = {id: 1 + self._costs.of_masks(us) for id, us in self._mask_us.items()}
         held: set[int] = set()
         if limited and (self._num_followers or self._mask_us):
-            held = self._groups.hold(ready, weights, self._step)
+            held = self._groups.begin_step(ready, weights, self._step)
         else:
-            self._groups.free()
+            self._groups.begin_unlimited_step()
         if limited and self.shares.contended:
             not_held = [each for each in ready if each.id not in held] if held else ready
-            held |= self._tenants.hold(not_held, weights, self._step, limit_single=True)
+            held |= self._tenants.begin_step(not_held, weights, self._step, limit_single=True)
         else:
-            self._tenants.free()
+            self._tenants.begin_unlimited_step()
         return held
 
     def begin_prefill(self, rows: int) -> None:
@@ -254,7 +254,7 @@ class Fairness:
             max_together = max(1, int(burst - mixed), int(burst / 4))
         self.shares.begin_step(max(1, refill), mixed, max_together)
         if not rows and self._fraction is not None:
-            self.shares.begin_free()
+            self.shares.begin_without_decodes()
         self._quota = self.shares.quota()
 
     def mixed_tokens(self, rows: int) -> int:

@@ -205,7 +205,7 @@ class Planner:
         ready = [request for request in ordered if request.can_decode]
         if self._num_stages > 1:
             ready = self._microbatch(plan.step, ready, ordered)
-        held = self._fairness.hold(ready)
+        held = self._fairness.begin_decodes(ready)
         for request in ready:
             if request.id in held or request.status is not RequestStatus.RUNNING:
                 continue

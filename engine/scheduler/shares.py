@@ -26,12 +26,12 @@ _MAX_ABSENT = 256
 """Number of absent tenants above which obsolete counters are dropped."""
 
 
-def add_one(counts: dict[int, int], key: int) -> None:
+def increment(counts: dict[int, int], key: int) -> None:
     """Increment a count; zero counts are absent."""
     counts[key] = counts.get(key, 0) + 1
 
 
-def take_one(counts: dict[int, int], key: int) -> None:
+def decrement(counts: dict[int, int], key: int) -> None:
     """Decrement a count."""
     if counts[key] == 1:
         del counts[key]
@@ -142,11 +142,11 @@ class Shares:
         """Add a request that has arrived."""
         if tenant not in self._present:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
-        add_one(self._present, tenant)
+        increment(self._present, tenant)
 
     def remove(self, tenant: int) -> None:
         """Remove a request that has ended."""
-        take_one(self._present, tenant)
+        decrement(self._present, tenant)
         if len(self._served) > 2 * len(self._present) + _MAX_ABSENT:
             present, time = self._present, self._time
             self._served = {
@@ -157,11 +157,11 @@ class Shares:
 
     def start(self, tenant: int) -> None:
         """Record that a request has started to run."""
-        add_one(self._running, tenant)
+        increment(self._running, tenant)
 
     def stop(self, tenant: int) -> None:
         """Record that a request has stopped running."""
-        take_one(self._running, tenant)
+        decrement(self._running, tenant)
 
     def charge(self, tenant: int, tokens: int) -> None:
         """Add work to a tenant's counter, if contended."""
@@ -225,7 +225,7 @@ class Shares:
         for tenant, running in self._running.items():
             self.charge(tenant, DECODE_WEIGHT * running)
 
-    def begin_free(self) -> None:
+    def begin_without_decodes(self) -> None:
         """Mark the step as having no decodes, so that prompts delay no tokens.
 
         Prompts then need no credit, but use up any positive credit. One that must be split still

@@ -24,7 +24,7 @@ class QueueFull(Exception):
     """The queue, or the tenant's share of it, is full (HTTP 429)."""
 
 
-class _Line(Generic[T]):
+class _TenantItems(Generic[T]):
     """One tenant's queued items and consumed time."""
 
     def __init__(self, spent: float) -> None:
@@ -43,7 +43,7 @@ class FairQueue(Generic[T]):
     def __init__(self, max_items: int, max_of_tenant: int) -> None:
         self._max_items = max_items
         self._max_of_tenant = max_of_tenant
-        self._lines: dict[Hashable, _Line[T]] = {}
+        self._lines: dict[Hashable, _TenantItems[T]] = {}
         self._num_items = 0
         self.num_running = 0
         """Items popped but not finished."""
@@ -63,7 +63,7 @@ class FairQueue(Generic[T]):
             raise QueueFull("Too many requests are being prepared; try again.")
         if line is None:
             least = min((each.spent for each in self._lines.values()), default=0.0)
-            line = self._lines[tenant] = _Line(least)
+            line = self._lines[tenant] = _TenantItems(least)
         line.items.append(item)
         self._num_items += 1
 

@@ -31,7 +31,7 @@ class ImageWindow:
         self._images.clear()
         self._num_bytes = 0
 
-    def without_held(self, message: AddRequest) -> AddRequest:
+    def omit_held(self, message: AddRequest) -> AddRequest:
         """Return the request without pixels that the engine holds."""
         images = []
         for image in message.encoder_inputs:
@@ -43,7 +43,7 @@ class ImageWindow:
                 images.append(image)
         return replace(message, encoder_inputs=images)
 
-    def with_held(self, message: AddRequest) -> AddRequest:
+    def restore_held(self, message: AddRequest) -> AddRequest:
         """Return the received request with all pixels restored.
 
         Raises:

@@ -145,7 +145,7 @@ class Lifeline:
         except OSError:
             logger.warning("the supervisor is no longer listening")
 
-    def end_with_it(self) -> None:
+    def exit_with_supervisor(self) -> None:
         """Make the kernel end this process when the supervisor dies; needs no thread.
 
         For a process that has read its launch parameters and receives nothing else.

@@ -104,14 +104,14 @@ def byte_tokenizer(special_tokens: tuple[str, ...]) -> "LLTokenizer":
     )
 
 
-def leads_nowhere(message: str) -> bool:
+def is_dead_end(message: str) -> bool:
     """Return whether a library message says that no continuation fits the grammar."""
     return "NoExtension" in message
 
 
 def shortened_message(message: str) -> str:
     """Shorten a library message, which can quote whole grammars, to one short line."""
-    if leads_nowhere(message):
+    if is_dead_end(message):
         return NOTHING_FITS
     lines = [line.strip() for line in message.splitlines() if not _QUOTED_LINE.match(line)]
     short = [line if len(line) <= 120 else line[:120] + "..." for line in lines]

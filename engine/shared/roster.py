@@ -68,7 +68,7 @@ class Roster(Generic[T]):
         self._forget(overdue)
         return overdue
 
-    def lives(self, index: int, now: float) -> None:
+    def record_alive(self, index: int, now: float) -> None:
         """Restart the grace period of a missing member, which was heard from directly."""
         if index in self._missing_since:
             self._missing_since[index] = now

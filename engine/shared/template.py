@@ -60,7 +60,7 @@ def run(module: str, load: Callable[[TemplateLaunch], None]) -> None:
     """
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(TemplateLaunch)
-    lifeline.end_with_it()
+    lifeline.exit_with_supervisor()
     faulthandler.register(signal.SIGUSR1)
     setproctitle.setproctitle(f"swell: {launch.name}")
     connection = socket.socket(fileno=launch.connection)

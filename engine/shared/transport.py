@@ -38,7 +38,7 @@ from engine.shared.addresses import (
 from engine.shared.cluster_keys import InsecureCluster, KeyPair, cluster_keys
 from engine.shared.config import ClusterConfig
 from engine.shared.node_directory import make_private
-from engine.shared.own_process import Descriptors, DescriptorWatch
+from engine.shared.process_state import Descriptors, DescriptorWatch
 
 if TYPE_CHECKING:
     import asyncio  # not loaded by the coordinator

@@ -33,7 +33,7 @@ from engine.core.events import (
 from engine.core.front_ends import CoreStep, FrontEnds, UrgentStats
 from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
-from engine.core.utilities import carry_out
+from engine.core.utilities import execute_operation
 from engine.core.wave_clock import WaveClock
 from engine.scheduler.refusal import refusal
 from engine.shared.config import EngineConfig
@@ -60,7 +60,13 @@ from engine.shared.messages import (
 from engine.vllm.arguments import engine_arguments
 from engine.vllm.images import ImagePreparation
 from engine.vllm.outputs import Sequence
-from engine.vllm.requests import Moves, NotOffered, continue_grammar, core_request, resume
+from engine.vllm.requests import (
+    Continuation,
+    UnsupportedParameter,
+    continue_grammar,
+    core_request,
+    resume,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +115,11 @@ class VllmCore:
                 f"--engine-backend vllm: {config.model.model} is a pooling model, and vLLM engines "
                 "generate text only; it needs --engine-backend swell"
             )
-        self._moves = Moves.RESUMED
+        self._continuation = Continuation.RESUMED
         if not self._config.use_v2_model_runner:
-            self._moves = Moves.UNCOUNTED
+            self._continuation = Continuation.UNCOUNTED
             if self._config.speculative_config is None:  # drafts exclude logits processors
-                self._moves = Moves.COUNTED
+                self._continuation = Continuation.COUNTED
                 model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
         self._generation = model.try_get_generation_config()
         self._tokenizer = cached_tokenizer_from_config(model)
@@ -239,7 +245,7 @@ class VllmCore:
             ):
                 pass
             case UtilityCall() | FleetOrder():
-                self._front_ends.results += carry_out(self, event, self._rank)
+                self._front_ends.results += execute_operation(self, event, self._rank)
                 self._follow_halting()
             case FrontEndJoined(index, incarnation):
                 if self._front_ends.joined(index, incarnation):
@@ -280,7 +286,7 @@ class VllmCore:
         ):
             return RequestOutput(message.id, [], "length")
         try:
-            wanted = core_request(message, self._generation, self._eos(), self._moves)
+            wanted = core_request(message, self._generation, self._eos(), self._continuation)
             wanted.sampling_params.verify(
                 self._config.model_config,
                 self._config.speculative_config,
@@ -288,7 +294,7 @@ class VllmCore:
                 self._tokenizer,
             )
             if message.encoder_inputs and self._images is None:
-                raise NotOffered("messages", "this engine takes no images")
+                raise UnsupportedParameter("messages", "this engine takes no images")
         except Exception as error:
             return _failed(message, error)
         self._sequences[message.id] = Sequence(message, time.monotonic())
@@ -311,7 +317,7 @@ class VllmCore:
     def _enter(self, message: AddRequest, prepared: Callable[[], Any]) -> None:
         try:
             request, _ = self._core.preprocess_add_request(prepared())
-            if self._moves is Moves.RESUMED:
+            if self._continuation is Continuation.RESUMED:
                 resume(request, message.output_token_ids)
             continue_grammar(request, message.output_token_ids)
         except Exception as error:
@@ -527,8 +533,8 @@ class VllmCore:
 
 def _failed(message: AddRequest, error: Exception) -> RequestOutput:
     """Return the error output of a request that could not be queued; no other is affected."""
-    if isinstance(error, NotOffered | VLLMValidationError | ValueError):
-        param = error.param if isinstance(error, NotOffered) else None
+    if isinstance(error, UnsupportedParameter | VLLMValidationError | ValueError):
+        param = error.param if isinstance(error, UnsupportedParameter) else None
         param = getattr(error, "parameter", param)
         return RequestOutput(
             message.id, [], "error", error=str(error), refused=True, error_param=param

@@ -10,7 +10,7 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from engine.shared.messages import AddRequest, EncoderInput
-from engine.vllm.requests import NotOffered
+from engine.vllm.requests import UnsupportedParameter
 
 _PATIENCE = 0.05
 """Seconds that an otherwise idle engine waits for an image."""
@@ -104,13 +104,13 @@ class ImagePreparation:
         ]
         actual = prompt[image.position : image.position + image.num_tokens]
         if expected != actual:
-            raise NotOffered(
+            raise UnsupportedParameter(
                 "messages",
                 f"to vLLM's processor an image of {image.width} x {image.height} pixels is "
                 f"{len(expected)} tokens, which are not the {len(actual)} of the prompt",
             )
         if len(at) > self._budget.encoder_cache_size:
-            raise NotOffered(
+            raise UnsupportedParameter(
                 "messages",
                 f"an image of {len(at)} tokens is larger than vLLM's encoder cache of "
                 f"{self._budget.encoder_cache_size}: raise --max-num-batched-tokens",

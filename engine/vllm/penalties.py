@@ -18,7 +18,7 @@ ARGUMENT = "swell_penalties"
 
 
 @dataclass(frozen=True, slots=True)
-class MovedPenalties:
+class ResumedPenalties:
     """Penalties and bad words of a sequence whose last `done` prompt tokens are output."""
 
     done: int
@@ -71,7 +71,7 @@ class PenaltiesProcessor(AdapterLogitsProcessor):  # type: ignore[misc]
         """Always false: penalties can change the most likely token."""
         return False
 
-    def new_req_logits_processor(self, params: VllmSampling) -> MovedPenalties | None:
+    def new_req_logits_processor(self, params: VllmSampling) -> ResumedPenalties | None:
         """Return the moved penalties of a new sequence, None if it has none."""
         given = (params.extra_args or {}).get(ARGUMENT)
-        return None if given is None else MovedPenalties(**given)
+        return None if given is None else ResumedPenalties(**given)

@@ -22,12 +22,12 @@ from engine.shared.messages import (
     RegexGrammar,
     SamplingParams,
 )
-from engine.vllm.penalties import ARGUMENT, MovedPenalties
+from engine.vllm.penalties import ARGUMENT, ResumedPenalties
 
 _SEEDS = 2**63 - 1
 
 
-class NotOffered(Exception):
+class UnsupportedParameter(Exception):
     """A request uses a parameter in a way that vLLM engines do not support."""
 
     def __init__(self, param: str, reason: str) -> None:
@@ -35,7 +35,7 @@ class NotOffered(Exception):
         self.param = param
 
 
-class Moves(Enum):
+class Continuation(Enum):
     """How an engine continues from output tokens that another engine generated."""
 
     RESUMED = "as after a preemption: vLLM knows it for output"
@@ -44,7 +44,7 @@ class Moves(Enum):
 
 
 def core_request(
-    message: AddRequest, generation: dict[str, Any], eos: int | None, moves: Moves
+    message: AddRequest, generation: dict[str, Any], eos: int | None, continuation: Continuation
 ) -> Any:
     """Return the `EngineCoreRequest` of a message.
 
@@ -56,12 +56,12 @@ def core_request(
         eos: the tokenizer's end-of-sequence token.
 
     Raises:
-        NotOffered: vLLM engines do not support a parameter.
+        UnsupportedParameter: vLLM engines do not support a parameter.
         ValueError: vLLM rejects a parameter.
     """
     _check(message)
     sampling = message.sampling
-    earlier = [] if moves is Moves.RESUMED else message.output_token_ids
+    earlier = [] if continuation is Continuation.RESUMED else message.output_token_ids
     done = len(earlier)
     params = VllmSampling(
         max_tokens=max(1, sampling.max_tokens - done),
@@ -88,13 +88,13 @@ def core_request(
     if sampling.bad_words:
         params._bad_words_token_ids = [list(word) for word in sampling.bad_words]
     if done and (names := _counted(sampling)):
-        if moves is Moves.UNCOUNTED:
-            raise NotOffered(
+        if continuation is Continuation.UNCOUNTED:
+            raise UnsupportedParameter(
                 names[0],
                 "vLLM engines with its first model runner and drafts cannot apply it after "
                 "the sequence was moved here",
             )
-        params.extra_args = {ARGUMENT: asdict(MovedPenalties.taken_from(params, done))}
+        params.extra_args = {ARGUMENT: asdict(ResumedPenalties.taken_from(params, done))}
     params.update_from_generation_config(generation, eos)
     return EngineCoreRequest(
         request_id=str(message.id),
@@ -146,13 +146,13 @@ def continue_grammar(request: Any, token_ids: list[int]) -> None:
 def _check(message: AddRequest) -> None:
     sampling = message.sampling
     if message.pooling is not None:
-        raise NotOffered("model", "vLLM engines make no vectors here")
+        raise UnsupportedParameter("model", "vLLM engines make no vectors here")
     if message.adapter:
-        raise NotOffered("model", "vLLM engines serve no adapters here")
+        raise UnsupportedParameter("model", "vLLM engines serve no adapters here")
     if sampling.grammar is not None and (
         sampling.grammar_after or sampling.grammar_opening or sampling.grammar_budget
     ):
-        raise NotOffered(
+        raise UnsupportedParameter(
             "response_format", "vLLM engines do not take a grammar that begins after free text"
         )
 
@@ -171,13 +171,13 @@ def structured(grammar: GrammarSpec | None) -> Any:
     """Return vLLM's structured output parameters for a grammar.
 
     Raises:
-        NotOffered: the grammar has its own whitespace pattern.
+        UnsupportedParameter: the grammar has its own whitespace pattern.
     """
     match grammar:
         case None:
             return None
         case JsonSchemaGrammar() | JsonObjectGrammar() if grammar.whitespace is not None:
-            raise NotOffered(
+            raise UnsupportedParameter(
                 "whitespace_pattern",
                 "vLLM engines have one rule for all requests, disable_any_whitespace of "
                 "structured_outputs_config in --engine-args",

@@ -6,7 +6,7 @@ when the request ends for any reason. What the engines can run concurrently does
 `max_queue`, only what waits beyond it.
 
 With several tenants, none can fill the node. Once sequences wait, a tenant cannot hold more than is
-still free: a single one gets half of all places, two get a third each, and so on, so that there is
+still free: a single one gets half of all slots, two get a third each, and so on, so that there is
 always room for one more. A tenant that holds nothing else has its request admitted as long as the
 node has room.
 
@@ -60,11 +60,11 @@ class RemoteTenants:
         self._repeat_at = float("-inf")
 
     def record(self, slot: int, tenant: int) -> None:
-        """Record which tenant a place of the table belongs to."""
+        """Record which tenant a slot of the table belongs to."""
         self._ids[slot] = tenant
 
     def of(self, slot: int, now: float) -> Totals:
-        """Return a place's usage on other nodes, at `now` (seconds, monotonic)."""
+        """Return the usage of a slot on other nodes, at `now` (seconds, monotonic)."""
         if now - self._used_at > MAX_AGE:
             return NOTHING
         return self._used.get(self._ids.get(slot, -1), NOTHING)

@@ -1,7 +1,7 @@
 """Shared-memory counters of the requests that the front ends of a node have accepted.
 
 There is one row per front end, written only by its owner. A reservation is published before all
-rows are summed, so two front ends never both take the last place; a lock around the two steps also
+rows are summed, so two front ends never both take the last slot; a lock around the two steps also
 keeps them from both giving it up. Waiting for the lock is bounded: a front end that was suspended
 while holding it must not block its neighbours.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TENANT_SLOTS = 4096
-"""Number of places for tenants; tenants with the same place are counted as one."""
+"""Number of tenant slots; tenants that share a slot are counted as one."""
 
 _HEAD_WORDS = 8  # one cache line
 _TENANT_WORDS = 2

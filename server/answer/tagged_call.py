@@ -232,10 +232,10 @@ class TaggedCall(CallBody):
         elif len(rest) < MAX_HEAD and any(tag.startswith(rest) for tag in followers):
             return False
         else:
-            self._go_on()
+            self._continue_value()
         return True
 
-    def _go_on(self) -> None:
+    def _continue_value(self) -> None:
         self._value.append(self._end)
         self._until, self._step = MarkerSearch(self._value_ends), self._in_value
 
@@ -248,7 +248,7 @@ class TaggedCall(CallBody):
             self._held = self._style.parameter + self._held
             self._end_value()
             return True
-        self._go_on()
+        self._continue_value()
         return True
 
     def _end_value(self) -> None:

@@ -272,7 +272,7 @@ def _ended(
         finish_reasons=run.finish_reasons,
         error=error,
         timing=request.timing,
-        stays=run.stays if isinstance(run, Run) else [],
+        engine_periods=run.engine_periods if isinstance(run, Run) else [],
     )
 
 

@@ -51,7 +51,7 @@ async def prepare_images(request: GenerationRequest, call: Call, services: Servi
         held,
         max_model_len=longest,
         copies=request.best_of,
-        whole=services.client.wants_whole_images,
+        whole=services.client.needs_original_images,
     )
     request.conversations = [_shown(source, prepared)]
 

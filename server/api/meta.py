@@ -12,7 +12,7 @@ from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
 from server.api.openapi import errors, text_responses
 from server.api.route import ApiRoute, OperatorRoute
 from server.api.services import Services, ServicesDep
-from server.config.shown import without_secrets
+from server.config.display import without_secrets
 from server.control import SupervisorTimeout
 from server.errors import ApiError, model_not_found, unavailable
 from server.observe.metric_factory import text_of

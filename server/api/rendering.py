@@ -16,7 +16,7 @@ from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
 from server.generate.run import DeltaSum
 from server.schema.answer import PromptLogprob, PromptLogprobs, RequestMetrics, Usage
-from server.schema.kv_transfer import KvHandedOn
+from server.schema.kv_transfer import RemoteKvBlocks
 from server.text.detokenizer import TokenTable
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _LARGE = 2000
 """Total tokens and scores from which on JSON is encoded off the event loop."""
 
 
-def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | UnsetType:
+def answer_timing(request: GenerationRequest, usage: Usage) -> RequestMetrics | UnsetType:
     """Return the timing of the answer if it is enabled and an engine has reported it."""
     timing, tokens = request.timing, usage.completion_tokens
     if timing is None or not request.shows_timing:
@@ -59,7 +59,7 @@ def timing_shown(request: GenerationRequest, usage: Usage) -> RequestMetrics | U
     )
 
 
-def transfer_shown(request: GenerationRequest) -> KvHandedOn | UnsetType | None:
+def answer_kv_transfer(request: GenerationRequest) -> RemoteKvBlocks | UnsetType | None:
     """Return the answer's KV transfer parameters, if requested."""
     return UNSET if request.transfer_params is None else request.transfer_params()
 
@@ -179,7 +179,7 @@ class ChunkStream:
         """Return the last frames, with a choiceless usage chunk if requested."""
         if not self._include_usage:
             return DONE
-        metrics = timing_shown(self._request, usage)
+        metrics = answer_timing(self._request, usage)
         timed = b"" if metrics is UNSET else b',"metrics":' + _encode(metrics)
         return self._prefix + b'],"usage":' + _encode(usage) + timed + b"}\n\n" + DONE
 

@@ -34,7 +34,7 @@ from server.batch.lines import (
     new_id,
     read_request,
 )
-from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
+from server.fleet.local_server import LocalServer, ServerFailed, serve_arguments
 
 _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 30.0
@@ -155,7 +155,7 @@ def _run(config: RunBatchConfig, console: Console) -> int:
             url = (batch.url or "").rstrip("/")
             if not url:
                 with console.status("starting a server"):
-                    own = OwnServer(serve_arguments(config), config.supervisor.startup_timeout)
+                    own = LocalServer(serve_arguments(config), config.supervisor.startup_timeout)
                     url = stack.enter_context(own).url
             bar = stack.enter_context(
                 Progress(

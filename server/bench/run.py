@@ -19,7 +19,7 @@ from multiprocessing.sharedctypes import Synchronized
 import msgspec
 import uvloop
 
-from engine.shared.own_process import freeze_heap
+from engine.shared.process_state import freeze_heap
 from server.bench.client import complete
 from server.bench.config import BenchConfig, BenchError, TargetConfig
 from server.bench.connection import HttpClient

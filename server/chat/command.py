@@ -12,7 +12,7 @@ from rich.console import Console
 
 from engine.shared.config import ModelConfig
 from server.chat.config import ChatConfig, ChatSection
-from server.fleet.own_server import OwnServer, ServerFailed, serve_arguments
+from server.fleet.local_server import LocalServer, ServerFailed, serve_arguments
 
 _MAX_LINE_BYTES = 1 << 20
 
@@ -136,7 +136,7 @@ def chat(config: ChatConfig) -> int:
             url = settings.url.rstrip("/")
             if config.model.model != ModelConfig().model:
                 with notes.status("starting a server"):
-                    url = stack.enter_context(_own_server(config)).url
+                    url = stack.enter_context(_local_server(config)).url
                 if not settings.quick:
                     notes.print(f"serving at {url} as well; its status page is there")
             headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
@@ -153,8 +153,8 @@ def chat(config: ChatConfig) -> int:
         return 130
 
 
-def _own_server(config: ChatConfig) -> OwnServer:
-    return OwnServer(serve_arguments(config), config.supervisor.startup_timeout, config.chat.port)
+def _local_server(config: ChatConfig) -> LocalServer:
+    return LocalServer(serve_arguments(config), config.supervisor.startup_timeout, config.chat.port)
 
 
 class _Session:

@@ -22,8 +22,8 @@ from engine.shared.logs import LogLines
 from engine.shared.messages import ControlRequest, Goodbye, encode
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
-from engine.shared.own_process import end_signals
 from engine.shared.plugins import install_command
+from engine.shared.process_state import end_signals
 from engine.shared.transport import Inbox, Transport, make_context
 from server.config import ServeConfig
 from server.fleet.backend import BadNode, CannotServe, ProcessBackend, check_span

@@ -165,7 +165,7 @@ class BeamSearch:
         self._finish([each for each, ends in zip(candidates[:width], at_end, strict=False) if ends])
         going_on = [each for each, ends in zip(candidates, at_end, strict=True) if not ends]
         self.running = [self._extended(each) for each in going_on[:width]]
-        if not self.running or not self._goes_on(length):
+        if not self.running or not self._can_continue(length):
             self.running = []
 
     def best(self, count: int) -> list[Beam]:
@@ -183,7 +183,7 @@ class BeamSearch:
         self._finished.sort(key=lambda scored: -scored[0])
         del self._finished[self._beams.width :]
 
-    def _goes_on(self, length: int) -> bool:
+    def _can_continue(self, length: int) -> bool:
         full = len(self._finished) == self._beams.width
         early, penalty = self._beams.early_stopping, self._beams.length_penalty
         if full:

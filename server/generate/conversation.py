@@ -84,7 +84,7 @@ def _attempts(source: Conversation, tools: ToolUse, model: ServedModel) -> list[
     """Return the forms of a conversation to try with the template, in order."""
     messages, template, images = source.messages, source.template, source.images
     placeholders = model.tokenizer.placeholders
-    hide = _as_it_is if placeholders is None else placeholders.hide
+    hide = _unchanged if placeholders is None else placeholders.hide
     _check_arguments(messages)
     shown_tools = hide(tools.shown)
     turns = [_turn(message, index, images, hide) for index, message in enumerate(messages)]
@@ -197,7 +197,7 @@ def echo_of(messages: Sequence[ChatMessage], answers: int) -> str:
     return text
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -289,7 +289,7 @@ def _content(
     message: ChatMessage,
     field: str,
     images: Collection[int] = (),
-    hide: Callable[[Any], Any] = _as_it_is,
+    hide: Callable[[Any], Any] = _unchanged,
 ) -> str:
     """Return the text of a message; an assistant's refusal counts as its content.
 
@@ -320,16 +320,16 @@ def _content(
         elif isinstance(part, MediaPart):
             if message.role not in ("tool", "function"):
                 part_field = f"{field}.content[{index}]"
-                raise invalid_field(part_field, f"{_why_not(part, hide)}; send no {part.type}")
-            texts.append(f"[{part.type} omitted: {_why_not(part, hide)}]")
+                raise invalid_field(part_field, f"{_reason(part, hide)}; send no {part.type}")
+            texts.append(f"[{part.type} omitted: {_reason(part, hide)}]")
         else:
             texts.append(hide(part.text))
     return (PART if has_images else "\n").join(texts)
 
 
-def _why_not(part: MediaPart, hide: Callable[[Any], Any]) -> str:
+def _reason(part: MediaPart, hide: Callable[[Any], Any]) -> str:
     """Return why a part is not shown to the model."""
-    if hide is _as_it_is:
+    if hide is _unchanged:
         return "this model reads text"
     if part.url is not None:
         return "images are not accepted here"

@@ -11,7 +11,7 @@ from engine.shared.messages import KvSource
 from server.errors import ApiError, invalid_field
 from server.generate.request import GenerationRequest
 from server.router.generation_client import KvOffer
-from server.schema.kv_transfer import KvHandedOn, KvTransferParams
+from server.schema.kv_transfer import KvTransferParams, RemoteKvBlocks
 
 FIELD = "kv_transfer_params"
 
@@ -54,7 +54,7 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     request.offers_blocks = True
 
 
-def transfer_params(request: GenerationRequest, offer: KvOffer | None) -> KvHandedOn | None:
+def transfer_params(request: GenerationRequest, offer: KvOffer | None) -> RemoteKvBlocks | None:
     """Return the transfer parameters for the router's next request; None if nothing is readable.
 
     Args:
@@ -64,7 +64,7 @@ def transfer_params(request: GenerationRequest, offer: KvOffer | None) -> KvHand
         return None
     host, port = split_host_port(offer.source.address.removeprefix(_TCP))
     num_blocks = (request.num_prompt_tokens - 1) // offer.block_size
-    return KvHandedOn(
+    return RemoteKvBlocks(
         f"{offer.source.incarnation:x}", list(range(num_blocks)), request.request_id, host, port
     )
 

@@ -91,7 +91,7 @@ class Length(msgspec.Struct, frozen=True):
     keep_beginning: bool = True
     """Whether truncation keeps the beginning or the end of a text."""
 
-    def cut(self, token_ids: list[int], keep: int) -> list[int]:
+    def truncate(self, token_ids: list[int], keep: int) -> list[int]:
         """Truncate a text's tokens to at most `keep`."""
         if len(token_ids) <= keep:
             return token_ids
@@ -152,7 +152,7 @@ class PoolingModel:
             check_vocabulary(token_ids, self._tokenizer.vocab_size, element(field, index, lists))
         kept = lists
         if length.keep is not None:
-            kept = [length.cut(token_ids, length.keep) for token_ids in lists]
+            kept = [length.truncate(token_ids, length.keep) for token_ids in lists]
         return _checked([PoolingInput(token_ids) for token_ids in kept], length, field)
 
     async def of_pairs(
@@ -217,7 +217,7 @@ class PoolingModel:
                     except TextTooLong as error:
                         name = element(field, index, texts)
                         raise _too_long(name, str(error), length.max_tokens) from error
-                found.append(token_ids if length.keep is None else length.cut(token_ids, room))
+                found.append(token_ids if length.keep is None else length.truncate(token_ids, room))
                 total += len(found[-1])
                 if total > MAX_INPUT_TOKENS:
                     raise _too_many(field, total)
@@ -243,9 +243,9 @@ def _longest_first(
     short = min(len(first), len(second))
     if room - short >= short:  # truncating the longer one is enough
         longest = room - short
-        return length.cut(first, longest), length.cut(second, longest)
+        return length.truncate(first, longest), length.truncate(second, longest)
     half = room // 2
-    return length.cut(first, room - half), length.cut(second, half)
+    return length.truncate(first, room - half), length.truncate(second, half)
 
 
 def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[PoolingInput]:

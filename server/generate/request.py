@@ -20,7 +20,7 @@ from server.generate.beams import Beams
 from server.schema.answer import PromptTokensDetails, Usage
 from server.schema.body import JsonObject
 from server.schema.fields import SamplingFields
-from server.schema.kv_transfer import KvHandedOn
+from server.schema.kv_transfer import RemoteKvBlocks
 from server.schema.messages import ChatMessage
 from server.schema.tools import Tool, ToolChoice
 
@@ -137,7 +137,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     offers_blocks: bool = False
     kv_source: KvSource | None = None
     """This and the four fields above as in `engine.shared.messages.AddRequest`."""
-    transfer_params: Callable[[], KvHandedOn | None] | None = None
+    transfer_params: Callable[[], RemoteKvBlocks | None] | None = None
     """Returns the KV transfer parameters for the answer, if any."""
     shows_cached: bool = True
     """Whether the usage includes cached prompt tokens."""

@@ -13,7 +13,7 @@ from server.limits import INT64_MAX
 from server.observe.metrics import FrontEndMetrics
 from server.observe.sequence_metrics import PromptParams, SequenceTimer
 from server.router.generation_client import GenerationClient
-from server.router.request import EngineStay
+from server.router.request import EnginePeriod
 from server.router.token_stream import RequestStream, UnreadOutputs
 from server.schema.answer import Usage
 from server.text.detokenizer import TokenTable
@@ -154,9 +154,9 @@ class Run:
         return self._request.usage(completion_tokens, self.cached_tokens)
 
     @property
-    def stays(self) -> list[list[EngineStay]]:
+    def engine_periods(self) -> list[list[EnginePeriod]]:
         """The engines that each sequence ran on, known once it has ended."""
-        return [timer.stays for timer in self._timers]
+        return [timer.engine_periods for timer in self._timers]
 
     @property
     def engine(self) -> int:

@@ -13,7 +13,7 @@ C = TypeVar("C")
 class Connection(Protocol):
     """A connection that can be closed."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Close it immediately; unsent data is lost."""
         ...
 

@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 
-from engine.shared.own_process import raise_descriptor_limit
+from engine.shared.process_state import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 

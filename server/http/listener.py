@@ -79,7 +79,7 @@ class AcceptBackoff:
         self._free = 0
         self._next = 1
 
-    def gives_way(self, share_is_large: bool) -> bool:
+    def should_yield(self, share_is_large: bool) -> bool:
         """Return whether to wait before the next connection is accepted."""
         if not share_is_large:
             self._free, self._next = 0, 1
@@ -89,12 +89,12 @@ class AcceptBackoff:
             self._free -= 1
         return False
 
-    def not_taken(self) -> None:
+    def neighbour_declined(self) -> None:
         """Report that no neighbour accepted the connection during the wait."""
         self._free = self._next - 1
         self._next = min(2 * self._next, _MAX_FREE)
 
-    def taken(self) -> None:
+    def neighbour_accepted(self) -> None:
         """Report that a neighbour accepted it."""
         self._free, self._next = 0, 1
 
@@ -139,7 +139,7 @@ class Acceptor:
         self._pause = self._loop.call_later(seconds, then)
 
     def _arrived(self) -> None:
-        if self._backoff.gives_way(self._share is not None and self._share.is_large):
+        if self._backoff.should_yield(self._share is not None and self._share.is_large):
             self._resume(YIELD_SECONDS, self._waited)
         else:
             self._accept()
@@ -147,9 +147,9 @@ class Acceptor:
     def _waited(self) -> None:
         self._watch()
         if self._accept():
-            self._backoff.not_taken()
+            self._backoff.neighbour_declined()
         else:
-            self._backoff.taken()
+            self._backoff.neighbour_accepted()
 
     def _accept(self) -> bool:
         try:

@@ -118,7 +118,7 @@ class BadMiddleware(ValueError):
     """A middleware cannot be imported or is invalid; the message names it."""
 
 
-def add_own(app: FastAPI, paths: tuple[str, ...]) -> None:
+def add_custom_middleware(app: FastAPI, paths: tuple[str, ...]) -> None:
     """Wrap an application in middleware, the first outermost.
 
     A path is `MODULE.NAME`, `FILE.py:NAME`, or the name of an entry point of `swell.middleware`.

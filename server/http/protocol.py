@@ -149,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._wait(self.receive_timeout)
         if victim is not None:
             logger.info("closed an idle connection to accept a new one (%s)", self.client)
-            victim.cut()
+            victim.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
@@ -386,9 +386,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _stalled(self) -> None:
         logger.info("disconnected a client that does not read its answers (%s)", self.client)
-        self.cut()
+        self.abort()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately and drop unsent data."""
         self._cancel_stall_timer()
         # With a zero linger time the kernel drops its buffer too and resets the connection.

@@ -80,7 +80,7 @@ class Handshake:
         self._counts = True
         victim = connection_table.open(self, self._client)
         if victim is not None:
-            victim.cut()
+            victim.abort()
 
     def leave(self) -> None:
         """Unregister it once the handshake has completed or failed; idempotent."""
@@ -88,7 +88,7 @@ class Handshake:
             self._counts = False
             self._connection_table.close(self, self._client)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately."""
         if self.task is not None:
             self.task.cancel()

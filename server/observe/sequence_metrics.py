@@ -13,7 +13,7 @@ from prometheus_client import Counter, Histogram
 
 from engine.shared.messages import RequestTiming
 from server.observe.metric_factory import COUNT_BUCKETS, MetricFactory
-from server.router.request import EngineStay, EngineTimes
+from server.router.request import EnginePeriod, EngineTimes
 
 _FLUSH_AFTER = 0.25
 """Maximum seconds between flushes of buffered counts."""
@@ -298,9 +298,9 @@ class SequenceTimer:
         return self._first if self._num_tokens else None
 
     @property
-    def stays(self) -> list[EngineStay]:
+    def engine_periods(self) -> list[EnginePeriod]:
         """The engines that had the sequence, once it has ended."""
-        return self._times.stays
+        return self._times.engine_periods
 
     def finished(self, reason: str) -> None:
         """Record the end of the sequence."""

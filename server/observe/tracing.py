@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from engine.shared.messages import RequestTiming, SamplingParams
-    from server.router.request import EngineStay
+    from server.router.request import EnginePeriod
 
 _NS = 1_000_000_000
 
@@ -53,7 +53,7 @@ class EndedRequest(msgspec.Struct, kw_only=True):
     """Type of the error that ended it."""
     timing: "RequestTiming | None" = None
     """Durations of its first sequence in engines, if known."""
-    stays: "list[list[EngineStay]]" = []
+    engine_periods: "list[list[EnginePeriod]]" = []
     """The engines that had each of its sequences."""
 
 
@@ -115,28 +115,28 @@ class RequestTracer:
             span.set_attribute("gen_ai.latency.time_to_first_token", waited)
             span.add_event("first token", timestamp=self._at(request.first_token))
         _set_times(span, request.timing)
-        for sequence, stays in enumerate(request.stays[:MAX_TRACED_SEQUENCES]):
+        for sequence, periods in enumerate(request.engine_periods[:MAX_TRACED_SEQUENCES]):
             # A span for each engine that had a sequence, and for each move to another one.
             context, before = set_span_in_context(span), None
-            for stay in stays:
+            for period in periods:
                 if before is not None:
-                    engines = {"swell.from_engine": before.engine, "swell.to_engine": stay.engine}
+                    engines = {"swell.from_engine": before.engine, "swell.to_engine": period.engine}
                     move = self._tracer.start_span(
-                        f"move to engine {stay.engine}",
+                        f"move to engine {period.engine}",
                         context=context,
                         start_time=self._at(before.left),
                         attributes={"swell.sequence": sequence, **engines},
                     )
-                    move.end(self._at(stay.sent))
-                period = self._tracer.start_span(
-                    f"engine {stay.engine}",
+                    move.end(self._at(period.sent))
+                engine_span = self._tracer.start_span(
+                    f"engine {period.engine}",
                     context=context,
-                    start_time=self._at(stay.sent),
-                    attributes={"swell.sequence": sequence, "swell.engine": stay.engine},
+                    start_time=self._at(period.sent),
+                    attributes={"swell.sequence": sequence, "swell.engine": period.engine},
                 )
-                _set_times(period, stay.timing)
-                period.end(self._at(stay.left))
-                before = stay
+                _set_times(engine_span, period.timing)
+                engine_span.end(self._at(period.left))
+                before = period
         if request.error is not None:
             span.set_attribute("error.type", request.error)
             span.set_status(StatusCode.ERROR, request.error)

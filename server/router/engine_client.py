@@ -161,8 +161,8 @@ class EngineClient:
         return self._router.members.serves_images
 
     @property
-    def wants_whole_images(self) -> bool:
-        return self._router.members.wants_whole_images
+    def needs_original_images(self) -> bool:
+        return self._router.members.needs_original_images
 
     @property
     def num_slots(self) -> int:

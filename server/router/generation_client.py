@@ -81,7 +81,7 @@ class GenerationClient(Protocol):
         ...
 
     @property
-    def wants_whole_images(self) -> bool:
+    def needs_original_images(self) -> bool:
         """Whether engines resize images themselves (`EngineSetup.whole_images`)."""
         ...
 

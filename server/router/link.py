@@ -25,7 +25,7 @@ from engine.shared.messages import (
     ViewChange,
     encode,
 )
-from engine.shared.own_process import process_use
+from engine.shared.process_state import process_use
 from engine.shared.transport import HandshakeWatch, Inbox, Transport
 from server.router.followed_view import FollowedView
 

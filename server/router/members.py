@@ -172,7 +172,7 @@ class Members:
         for rank, route in self.routes.items() if was_stalled else ():
             route.last_hello_at = now
             route.missing = None
-            self._roster.lives(rank, now)
+            self._roster.record_alive(rank, now)
 
     def hello_received(self, sender: bytes, hello: RouteHello, now: float) -> bool:
         """Record an engine's hello: its request route to this front end is open.
@@ -190,7 +190,7 @@ class Members:
             route.last_hello_at = now
             if drains:
                 route.entry = _draining(route.entry)
-            self._roster.lives(hello.rank, now)
+            self._roster.record_alive(hello.rank, now)
         return known is not None and known.session != hello.session
 
     def mark_unreachable(self, rank: int, incarnation: int) -> list[EngineLost]:
@@ -268,8 +268,8 @@ class Members:
         return any(route.is_open and route.accepts_images for route in self.routes.values())
 
     @property
-    def wants_whole_images(self) -> bool:
-        """Whether an engine that is there resizes images itself."""
+    def needs_original_images(self) -> bool:
+        """Whether any connected engine resizes images itself."""
         setups = [route.entry.setup for route in self.routes.values() if route.is_open]
         return any(setup is not None and setup.whole_images for setup in setups)
 

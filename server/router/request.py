@@ -14,7 +14,7 @@ from engine.shared.messages import AddRequest, RequestTiming
 from server.router.route import Engine
 
 
-class EngineStay(NamedTuple):
+class EnginePeriod(NamedTuple):
     """One period of a request on an engine; times in monotonic seconds of the front end."""
 
     engine: int
@@ -34,7 +34,8 @@ class EngineTimes:
     """
 
     __slots__ = ("_current_timing", "_decode", "_first_at", "_has_final_timing", "_preemptions",
-                 "_prefill", "_queue", "_ran", "_sent", "_since", "engine", "stays")  # fmt: skip
+                 "_prefill", "_queue", "_ran", "_sent", "_since", "engine",
+                 "engine_periods")  # fmt: skip
 
     def __init__(self) -> None:
         self.engine = -1
@@ -48,7 +49,7 @@ class EngineTimes:
         self._since: float | None = None
         self._sent: float | None = None
         """When it was sent to its current engine; None if unassigned."""
-        self.stays: list[EngineStay] = []
+        self.engine_periods: list[EnginePeriod] = []
         """Completed periods on engines, in order."""
 
     def sent(self, engine: int, now: float) -> None:
@@ -72,7 +73,7 @@ class EngineTimes:
             decode = now - self._first_at
             timing = RequestTiming(timing.queue, timing.prefill, decode, timing.preemptions)
         if self._sent is not None:
-            self.stays.append(EngineStay(self.engine, self._sent, now, timing))
+            self.engine_periods.append(EnginePeriod(self.engine, self._sent, now, timing))
             self._sent = None
         if timing is not None:
             self._queue += timing.queue

@@ -63,7 +63,7 @@ class Route:
             return message
         if self.images is None:
             self.images = ImageWindow(self.entry.setup.image_window)
-        return self.images.without_held(message)
+        return self.images.omit_held(message)
 
     @property
     def kv_role(self) -> str:

@@ -1,4 +1,4 @@
-"""How KV blocks of a prompt are handed from one server to another, in vLLM's words."""
+"""Parameters for transferring a prompt's KV blocks between servers, with vLLM's names."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from server.schema.body import Name, RequestBody
 
 
 class KvTransferParams(RequestBody):
-    """What an outside router asks of the server that computes a prompt, and of the one after it."""
+    """Parameters of a request: from an external router to the prefill or the decode server."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -21,8 +21,8 @@ class KvTransferParams(RequestBody):
     tp_size: Annotated[int, Field(ge=1, le=1024)] | None = None
 
 
-class KvHandedOn(msgspec.Struct):
-    """What the server that answers has to be asked with."""
+class RemoteKvBlocks(msgspec.Struct):
+    """Parameters in a prefill server's response, to be sent to the decode server."""
 
     remote_engine_id: str
     """Of the engine process that has computed the prompt."""

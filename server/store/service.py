@@ -43,7 +43,7 @@ class Jobs:
         """Whether the process is shutting down: then cancelled jobs were not cancelled by their
         owners."""
 
-    def is_full_for(self, owner: str) -> bool:
+    def has_max_jobs(self, owner: str) -> bool:
         """Return whether an owner has reached the limit of jobs."""
         own = sum(owner == each for each, _ in self._tasks.values())
         return self.closing or len(self._tasks) >= MAX_JOBS or own >= MAX_JOBS_OF_ONE

@@ -32,7 +32,7 @@ def setup(tmp_path: Path) -> Setup:
     return Setup("cpu", True, tmp_path)
 
 
-def test_the_page_has_what_was_found() -> None:
+def test_page_lists_all_findings() -> None:
     assert (DOCS / "gpu-check.md").read_text().startswith(PAGE_HEAD)
     found = {
         "machine": {"device": "H100"},
@@ -46,11 +46,11 @@ def test_the_page_has_what_was_found() -> None:
     assert "| served | error | it / broke there |" in text
 
 
-def test_tokens_agree_up_to_the_first_that_differs() -> None:
+def test_count_of_agreeing_tokens_stops_at_first_difference() -> None:
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
 
 
-def test_a_step_is_measured_against_what_the_model_has_to_do(setup: Setup) -> None:
+def test_step_time_is_compared_with_lower_bound_of_model(setup: Setup) -> None:
     spec = read_spec(setup.directory)
     attention = 128 * (2 * 4 * 32 + 2 * 2 * 32)
     assert operations_per_token(spec) == 2 * 2 * (attention + 3 * 128 * 256)
@@ -60,7 +60,7 @@ def test_a_step_is_measured_against_what_the_model_has_to_do(setup: Setup) -> No
     assert PARTS["prefill"][0](setup)["of_bound"] > 0
 
 
-def test_a_part_that_fails_or_has_no_time_leaves_the_others_alone(setup: Setup) -> None:
+def test_failed_or_late_part_does_not_stop_others(setup: Setup) -> None:
     options = argparse.Namespace(device="cpu", small=True, logs=None)
     assert gpu_check.run_part("vllm", options, setup.directory, 0) == {"error": "no time was left"}
     (setup.directory / "config.json").write_text("{}")
@@ -93,7 +93,7 @@ class FakeVllm(ModuleType):
         self.clock[0] += 0.1 + 0.002 * (tokens - 1)
 
 
-def test_vllms_steps_are_measured_with_one_start_and_without_its_prefill(
+def test_vllm_steps_are_timed_in_one_start_without_prefill(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)

@@ -27,7 +27,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def test_the_turn_in_which_the_loop_was_held_the_longest_counts() -> None:
+def test_longest_blocked_loop_iteration_is_reported() -> None:
     bodies: list[bytes | None] = [b"at once", b"in a task", b"calm"]
     sent = ((str(body), "/any", body) for body in bodies)
     holds = asyncio.run(holds_of(app, sent))  # type: ignore[arg-type]

@@ -27,24 +27,24 @@ def findings(
     )
 
 
-def test_products_serve_up_to_the_last_number_of_rows_that_is_not_slower() -> None:
+def test_product_kernels_are_used_up_to_largest_row_count_not_slower() -> None:
     assert chosen(findings(products(0.8, 0.9, 1.0, 1.02))) == (ALL_ROWS, True)
     assert chosen(findings(products(0.8, 0.9, 1.1, 0.9))) == (16, True)
     assert chosen(findings(products(1.2, 0.9))) == (0, True)
     assert chosen(findings([])) == (0, True)
 
 
-def test_prompts_have_a_kernel_where_none_of_them_is_slower() -> None:
+def test_prompt_kernel_is_used_if_no_prompt_is_slower() -> None:
     assert chosen(findings(products(0.8), prompt=1.5)) == (ALL_ROWS, False)
     assert chosen(findings(products(0.8), prompt=None)) == (ALL_ROWS, False)
 
 
-def test_without_faster_decodes_torch_serves() -> None:
+def test_torch_is_used_if_decodes_are_not_faster() -> None:
     assert chosen(findings(products(0.8), decode=1.2)) is None
     assert chosen(findings(products(0.8), step=1.2)) is None
 
 
-def test_it_runs_in_miniature(
+def test_comparison_runs_with_small_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {

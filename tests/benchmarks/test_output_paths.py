@@ -54,7 +54,7 @@ COMMANDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_missing_folder_for_results_is_made_before_the_work(
+def test_missing_results_folder_is_created_before_work(
     work: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with pytest.raises(Worked):
@@ -64,7 +64,7 @@ def test_a_missing_folder_for_results_is_made_before_the_work(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_results_that_cannot_be_written_are_no_reason_to_work(
+def test_unwritable_results_stop_before_work(
     work: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -75,7 +75,7 @@ def test_results_that_cannot_be_written_are_no_reason_to_work(
     assert code in (1, 2)
 
 
-def test_a_batch_makes_the_folder_of_its_output(tmp_path: Path) -> None:
+def test_batch_creates_output_folder(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "new" / "out.jsonl") as output:
         assert not output.answered
     assert (tmp_path / "new" / "out.jsonl").is_file()

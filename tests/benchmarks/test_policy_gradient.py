@@ -9,7 +9,7 @@ from benchmarks.policy_gradient import KEY, gains_of, save, train
 from benchmarks.running_stack import RunningStack
 
 
-def test_a_token_gains_what_comes_from_there_on_beyond_the_others() -> None:
+def test_advantage_of_token_is_return_from_it_minus_mean() -> None:
     gains = gains_of(torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
     assert torch.allclose(gains.sum(0), torch.zeros(3))
     first = gains[0] / gains[0, 2]
@@ -18,7 +18,7 @@ def test_a_token_gains_what_comes_from_there_on_beyond_the_others() -> None:
 
 @pytest.mark.stack
 @pytest.mark.slow
-def test_each_step_samples_from_the_policy_that_was_sent_last(tmp_path: Path) -> None:
+def test_each_step_samples_from_newest_policy(tmp_path: Path) -> None:
     flags = ("--admin-key", KEY, "--data-parallel-size", "2", "--num-kv-blocks", "512")
     with RunningStack(*flags) as stack:
         steps = list(train(stack.url, 2, 1e-3))

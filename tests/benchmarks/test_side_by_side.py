@@ -11,9 +11,9 @@ from benchmarks.side_by_side import (
     Start,
     as_markdown,
     commit,
+    insert_first,
     keep,
     processor_of,
-    put_on_top,
 )
 
 XEON = Processor("Some(R) Xeon(R) CPU, family 6, model 167", ("amx_bf16",))
@@ -30,7 +30,7 @@ def test_the_features_of_a_processor_are_named() -> None:
     assert processor_of(arm).summary.endswith(", part 0xd4f (bf16, asimd)")
 
 
-def test_a_processor_without_a_list_has_a_name_all_the_same() -> None:
+def test_processor_without_feature_list_has_a_name() -> None:
     assert processor_of("").summary.endswith(" (none of the features looked for)")
 
 
@@ -38,19 +38,19 @@ def test_the_file_of_a_processor_is_named_after_it() -> None:
     assert XEON.file_name == "some-xeon-cpu-family-6-model-167.md"
 
 
-def test_the_newest_comparison_is_on_top(tmp_path: Path) -> None:
-    put_on_top(tmp_path, XEON, "Monday, commit a", "| 1 |")
-    path = put_on_top(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
+def test_newest_comparison_comes_first(tmp_path: Path) -> None:
+    insert_first(tmp_path, XEON, "Monday, commit a", "| 1 |")
+    path = insert_first(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
     assert path.read_text().split("\n\n")[2:] == [
         "## Tuesday, commit b", "| 2 |", "## Monday, commit a", "| 1 |\n",
     ]  # fmt: skip
     assert path.read_text().startswith("# Some(R) Xeon(R) CPU, family 6, model 167\n\n")
 
 
-def test_a_comparison_that_goes_on_replaces_its_earlier_state(tmp_path: Path) -> None:
-    put_on_top(tmp_path, XEON, "Monday, commit a", "| 1 |")
-    put_on_top(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
-    text = put_on_top(tmp_path, XEON, "Monday, commit a", "| 3 |").read_text()
+def test_continued_comparison_replaces_its_earlier_state(tmp_path: Path) -> None:
+    insert_first(tmp_path, XEON, "Monday, commit a", "| 1 |")
+    insert_first(tmp_path, XEON, "Tuesday, commit b", "| 2 |")
+    text = insert_first(tmp_path, XEON, "Monday, commit a", "| 3 |").read_text()
     assert text.index("| 3 |") < text.index("| 2 |")
     assert "| 1 |" not in text
 
@@ -74,7 +74,7 @@ def test_a_tree_without_a_repository_has_no_known_commit(
     assert len(commit().split()[0]) >= 7
 
 
-def test_each_side_is_compared_with_its_best_number_of_engines() -> None:
+def test_each_side_uses_its_best_number_of_engines() -> None:
     results = Results("here", {}, "2026-11-24 03:00", "abc1234")
     for name, side, engines, values in (
         ("2-layer 100/128 x64", "vLLM", 1, (100, 300, 200)),

@@ -25,7 +25,7 @@ def published() -> dict[str, Result]:
     return {policy: run(PUB, policy) for policy in ("none", "balance", "level")}
 
 
-def test_balance_gains_on_the_calibrated_load_and_level_gains_more(
+def test_level_gains_more_than_balance_under_calibrated_load(
     published: dict[str, Result],
 ) -> None:
     none, balance, level = published.values()
@@ -35,7 +35,7 @@ def test_balance_gains_on_the_calibrated_load_and_level_gains_more(
     assert level.tpot < 0.80 * none.tpot
 
 
-def test_no_policy_holds_too_long_or_without_reason(published: dict[str, Result]) -> None:
+def test_no_policy_holds_prefills_too_long_or_without_reason(published: dict[str, Result]) -> None:
     for result in published.values():
         assert result.longest_hold < 16 * PUB.ranks
         assert result.held_without_decodes == 0
@@ -43,7 +43,7 @@ def test_no_policy_holds_too_long_or_without_reason(published: dict[str, Result]
         assert len(result.records) == PUB.count
 
 
-def test_balance_changes_nothing_while_a_slot_is_free_everywhere() -> None:
+def test_balance_changes_nothing_while_all_ranks_have_free_slots() -> None:
     load = replace(PUB, count=64, max_num_seqs=17)
     assert times(run(load, "none")) == times(run(load, "balance"))
 

@@ -110,9 +110,7 @@ def test_claude_code_reads_and_edits_a_file(scripted: Script, work: Path) -> Non
     assert "hello" in model.prompts[1].rpartition("<tool_response>")[2]
 
 
-def test_claude_code_goes_on_after_an_image_and_a_call_that_is_no_json(
-    scripted: Script, work: Path
-) -> None:
+def test_claude_code_continues_after_image_and_malformed_call(scripted: Script, work: Path) -> None:
     (work / "dot.png").write_bytes(PNG)
 
     def decide(prompt: str) -> str:

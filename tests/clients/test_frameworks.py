@@ -101,5 +101,5 @@ SCRIPTS = sorted(
 
 @pytest.mark.stack
 @pytest.mark.parametrize("script", cases([(script,) for script in SCRIPTS]))
-def test_a_client_runs_against_a_whole_stack(stack: RunningStack, script: str) -> None:
+def test_client_runs_against_a_full_stack(stack: RunningStack, script: str) -> None:
     assert run(script, stack.url, "swell-shakespeare")

@@ -45,14 +45,14 @@ class Cluster:
             else AdapterLoadResult(each.serial, each.version or version or f"v-{each.path}")
             for each in self.table.entries
         ]
-        self.registry.engine_has(engine, held)
+        self.registry.engine_reported(engine, held)
         self.advance()
 
     def front_end(self, front_end: Any) -> None:
         """A front end has taken the newest table."""
         index, incarnation = front_end
         in_use = sorted(self.in_use[front_end])
-        self.registry.front_end_has(
+        self.registry.front_end_reported(
             front_end, AdaptersInUse(index, incarnation, self.table.revision, in_use)
         )
         self.advance()
@@ -79,7 +79,7 @@ class Cluster:
         return found.get(ticket)
 
 
-def test_requests_may_name_it_when_all_engines_have_it_and_it_is_loaded_when_all_know() -> None:
+def test_adapter_is_served_once_all_engines_and_front_ends_know_it() -> None:
     cluster = Cluster()
     cluster.request(7, "sql", "sql")
     assert cluster.states == [("sql", "loading")]
@@ -93,7 +93,7 @@ def test_requests_may_name_it_when_all_engines_have_it_and_it_is_loaded_when_all
     assert cluster.outcome(7) == (200, "")
 
 
-def test_a_second_try_is_not_judged_by_what_engines_said_of_the_first() -> None:
+def test_second_load_ignores_engine_reports_of_first() -> None:
     cluster = Cluster("law")
     cluster.everybody()
     cluster.request(7, "sql", "sql")
@@ -104,7 +104,7 @@ def test_a_second_try_is_not_judged_by_what_engines_said_of_the_first() -> None:
     assert cluster.outcome(8) == (200, "")
 
 
-def test_what_one_engine_cannot_read_is_loaded_nowhere() -> None:
+def test_adapter_that_one_engine_cannot_read_is_dropped_by_all() -> None:
     cluster = Cluster()
     cluster.request(7, "sql", "sql")
     cluster.engine(E0)
@@ -123,7 +123,7 @@ def test_engines_that_read_different_files_are_distinguished() -> None:
     assert "different files" in (cluster.outcome(7) or (0, ""))[1]
 
 
-def test_an_engine_that_starts_is_not_waited_for_and_one_that_dies_neither() -> None:
+def test_load_does_not_wait_for_starting_or_dead_engines() -> None:
     cluster = Cluster()
     cluster.engines = {E0}
     cluster.request(7, "sql", "sql")
@@ -155,7 +155,7 @@ def test_unloading_waits_for_front_ends_and_for_their_last_requests() -> None:
     assert cluster.states == []
 
 
-def test_another_adapter_of_a_name_is_another_entry() -> None:
+def test_new_adapter_with_same_name_is_new_entry() -> None:
     cluster = Cluster("sql")
     cluster.everybody()
     cluster.request(7, "sql", "other")
@@ -172,7 +172,7 @@ def test_another_adapter_of_a_name_is_another_entry() -> None:
     assert cluster.outcome(8) == (200, "")
 
 
-def test_a_front_end_that_dies_is_not_waited_for() -> None:
+def test_unload_does_not_wait_for_dead_front_end() -> None:
     cluster = Cluster("sql")
     cluster.everybody()
     cluster.in_use[F1] = {"v-sql"}
@@ -184,7 +184,7 @@ def test_a_front_end_that_dies_is_not_waited_for() -> None:
     assert cluster.outcome(9) == (200, "")
 
 
-def test_repeated_requests_are_fulfilled_once() -> None:
+def test_repeated_request_is_applied_once() -> None:
     cluster = Cluster()
     for _ in range(3):
         cluster.request(7, "sql", "sql")
@@ -198,7 +198,7 @@ def test_repeated_requests_are_fulfilled_once() -> None:
     assert (cluster.outcome(8) or (0,))[0] == 404
 
 
-def test_without_engines_and_beyond_the_limit_nothing_is_loaded() -> None:
+def test_load_fails_without_engines_or_beyond_limit() -> None:
     cluster = Cluster(*(f"a{i}" for i in range(MAX_ENTRIES)))
     cluster.request(7, "sql", "sql")
     assert (cluster.outcome(7) or (0,))[0] == 400
@@ -208,7 +208,7 @@ def test_without_engines_and_beyond_the_limit_nothing_is_loaded() -> None:
     assert (empty.outcome(7) or (0,))[0] == 503
 
 
-def test_a_coordinator_that_starts_again_goes_on_from_the_newest_sheet() -> None:
+def test_restarted_coordinator_adopts_newest_adapter_table() -> None:
     before = Cluster("art")
     before.everybody()
     before.request(7, "sql", "sql")
@@ -236,7 +236,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_the_newest_sheet() -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_any_order_nothing_is_served_that_an_engine_lacks_or_dropped_that_is_used(
+def test_random_order_never_serves_missing_or_drops_used_adapters(
     seed: int,
 ) -> None:
     source, cluster = random.Random(seed), Cluster("a", "b")

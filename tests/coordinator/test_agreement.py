@@ -72,7 +72,7 @@ def cluster() -> Cluster:
 
 
 @pytest.mark.parametrize("key", MODEL_KEYS)
-def test_a_front_end_of_another_model_is_refused_with_the_field_and_both_values(
+def test_front_end_of_other_model_is_refused_with_field_and_values(
     cluster: Cluster, key: str
 ) -> None:
     cluster.engine(0, ENGINE)
@@ -83,7 +83,7 @@ def test_a_front_end_of_another_model_is_refused_with_the_field_and_both_values(
     assert isinstance(cluster.front_end(0, MODEL), Welcome)
 
 
-def test_a_front_end_that_does_not_say_what_it_serves_is_refused(cluster: Cluster) -> None:
+def test_front_end_without_model_identity_is_refused(cluster: Cluster) -> None:
     cluster.engine(0, ENGINE)
     assert isinstance(cluster.front_end(0, {}), Refused)
 
@@ -103,7 +103,7 @@ def test_a_process_of_another_protocol_is_refused_with_both_versions(
     assert isinstance(cluster.engine(0, ENGINE), Welcome)
 
 
-def test_processes_of_the_protocol_before_join_in_their_own(cluster: Cluster) -> None:
+def test_processes_of_previous_protocol_join_with_it(cluster: Cluster) -> None:
     before = PROTOCOL_VERSION - 1
     for welcome in (cluster.engine(0, ENGINE, before), cluster.front_end(0, MODEL, before)):
         assert isinstance(welcome, Welcome)
@@ -114,12 +114,12 @@ def test_processes_of_the_protocol_before_join_in_their_own(cluster: Cluster) ->
     assert [each.protocol for each in welcome.front_ends] == [before]
 
 
-def test_front_ends_alone_agree_to_anything(cluster: Cluster) -> None:
+def test_front_ends_without_engines_are_all_accepted(cluster: Cluster) -> None:
     assert isinstance(cluster.front_end(0, MODEL), Welcome)
     assert isinstance(cluster.front_end(1, {**MODEL, "model": "n"}), Welcome)
 
 
-def test_the_first_engine_decides_and_front_ends_of_another_model_cannot_keep_it_out(
+def test_first_engine_decides_despite_front_ends_of_other_model(
     cluster: Cluster,
 ) -> None:
     cluster.front_end(0, MODEL)
@@ -133,7 +133,7 @@ def test_the_first_engine_decides_and_front_ends_of_another_model_cannot_keep_it
     assert isinstance(cluster.front_end(0, MODEL), Refused)
 
 
-def test_a_front_end_that_was_sent_away_is_let_in_when_engines_of_its_model_are_back(
+def test_refused_front_end_joins_when_engines_of_its_model_return(
     cluster: Cluster,
 ) -> None:
     cluster.front_end(0, MODEL)
@@ -161,7 +161,7 @@ def test_engines_and_front_ends_read_the_same_tokenizer_file(tmp_path: Path) -> 
     assert model_identity(revised)["revision"] == "v2"
 
 
-def test_what_a_model_is_for_is_told_however_that_was_said(tmp_path: Path) -> None:
+def test_model_task_is_compared_however_it_was_configured(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"architectures": ["Qwen3Model"], "hidden_size": 8}')
     found, said = (
@@ -181,7 +181,7 @@ LOCKSTEP = {
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size", "pipeline_parallel_size", "device"])
-def test_an_engine_that_could_not_form_a_group_with_the_others_is_refused_by_the_setting(
+def test_engine_with_incompatible_group_setting_is_refused_by_name(
     cluster: Cluster, key: str
 ) -> None:
     cluster.engine(0, LOCKSTEP)
@@ -193,7 +193,7 @@ def test_an_engine_that_could_not_form_a_group_with_the_others_is_refused_by_the
     assert key not in group_config(settings), "engines that step alone may differ"
 
 
-def test_an_engine_of_the_protocol_before_is_not_asked_for_what_it_does_not_state(
+def test_engine_of_previous_protocol_need_not_state_new_settings(
     cluster: Cluster,
 ) -> None:
     cluster.engine(0, LOCKSTEP)
@@ -205,6 +205,6 @@ def test_an_engine_of_the_protocol_before_is_not_asked_for_what_it_does_not_stat
     assert refused.field == "device"
 
 
-def test_a_group_that_grows_takes_engines_started_with_another_size(cluster: Cluster) -> None:
+def test_growing_group_accepts_engines_started_with_other_size(cluster: Cluster) -> None:
     cluster.engine(0, LOCKSTEP)
     assert isinstance(cluster.engine(1, {**LOCKSTEP, "data_parallel_size": "3"}), Welcome)

@@ -52,7 +52,7 @@ def change(changes: ViewChanges, new: ClusterView) -> ViewChange:
     return found
 
 
-def test_most_engines_publish_only_their_load_and_the_rest_in_rotation() -> None:
+def test_changes_contain_load_of_most_engines_and_full_entries_in_rotation() -> None:
     number = 3 * FULL_ENTRIES_PER_CHANGE
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
@@ -79,7 +79,7 @@ def test_most_engines_publish_only_their_load_and_the_rest_in_rotation() -> None
     assert shown == replace(new, version=4)
 
 
-def test_what_a_front_end_has_sent_is_published_immediately() -> None:
+def test_received_counts_of_front_ends_are_published_immediately() -> None:
     number = FULL_ENTRIES_PER_CHANGE + 2
     changes, followed = ViewChanges(), FollowedView(0.0)
     whole = view(1, *(entry(rank, 1) for rank in range(number)))
@@ -114,7 +114,7 @@ def test_changes_that_affect_routing_are_published_immediately(news: dict[str, o
     assert last not in {each.rank for each in found.loads}
 
 
-def test_views_that_are_put_together_are_those_of_the_coordinator() -> None:
+def test_merged_views_equal_those_of_coordinator() -> None:
     random = Random(1)
     changes, followed = ViewChanges(), FollowedView(0.0)
     engines = {rank: entry(rank, 1) for rank in range(150)}
@@ -189,7 +189,7 @@ def test_changes_of_another_coordinator_and_repeated_ones_change_nothing() -> No
     assert followed.should_request(REQUEST_INTERVAL)
 
 
-def test_load_of_an_engine_that_is_not_known_is_taken_for_a_gap() -> None:
+def test_load_of_unknown_engine_counts_as_gap() -> None:
     followed = FollowedView(0.0)
     followed.take(view(1))
     load = LoadChange(0, 2, 0, 2, 0, 1, 0.0, 0, [])

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
-from coordinator.placement import MAX_MISSING_AGE, Expected
+from coordinator.placement import MAX_MISSING_AGE, ExpectedEngines
 from engine.shared.messages import MissingEngine
 from engine.shared.settings import SettingsError, load
 
 
-def test_those_that_never_came_are_missing_up_to_the_number() -> None:
-    expected = Expected(4)
+def test_engines_that_never_joined_are_missing_up_to_expected_number() -> None:
+    expected = ExpectedEngines(4)
     assert expected.missing({0, 2}, 10.0) == [
         MissingEngine(1, "not_joined", 0.0), MissingEngine(3, "not_joined", 0.0)
     ]  # fmt: skip
@@ -20,8 +20,8 @@ def test_those_that_never_came_are_missing_up_to_the_number() -> None:
     assert expected.missing({0, 1, 2, 5}, 27.0) == [], "as many as there shall be, whatever ranks"
 
 
-def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again() -> None:
-    expected = Expected(3)
+def test_lost_engine_is_missing_with_reason_until_its_rank_is_filled() -> None:
+    expected = ExpectedEngines(3)
     assert expected.missing({0, 1, 2}, 0.0) == []
     expected.left(1, "silent")
     assert expected.missing({0, 2}, 5.0) == [MissingEngine(1, "silent", 0.0)]
@@ -31,16 +31,16 @@ def test_a_lost_engine_is_missing_with_the_reason_until_its_rank_is_taken_again(
     assert expected.missing({0, 2}, 700.0) == [MissingEngine(1, "died", 0.0)]
 
 
-def test_another_rank_in_its_place_counts_and_the_lost_one_is_forgotten() -> None:
-    expected = Expected(2)
+def test_replacement_with_other_rank_counts_and_lost_engine_is_forgotten() -> None:
+    expected = ExpectedEngines(2)
     expected.left(0, "died")
     assert expected.missing({1}, 0.0) == [MissingEngine(0, "died", 0.0)]
     assert expected.missing({1, 7}, 1.0) == []
     assert expected.missing({1}, 2.0) == [MissingEngine(0, "not_joined", 0.0)]
 
 
-def test_one_that_drained_is_missing_only_where_it_shall_be_there() -> None:
-    known, unknown = Expected(2), Expected()
+def test_drained_engine_is_missing_only_if_expected() -> None:
+    known, unknown = ExpectedEngines(2), ExpectedEngines()
     for each in (known, unknown):
         each.left(1, "drained")
     assert known.missing({0}, 0.0) == [MissingEngine(1, "drained", 0.0)]
@@ -48,7 +48,7 @@ def test_one_that_drained_is_missing_only_where_it_shall_be_there() -> None:
 
 
 def test_a_smaller_number_is_not_a_loss() -> None:
-    expected = Expected(4)
+    expected = ExpectedEngines(4)
     expected.left(3, "drained")
     expected.left(2, "drained")
     expected.number = 2
@@ -57,8 +57,8 @@ def test_a_smaller_number_is_not_a_loss() -> None:
     assert expected.missing({0, 1}, 1.0) == [MissingEngine(2, "not_joined", 0.0)]
 
 
-def test_without_a_number_crashes_are_remembered_for_a_while() -> None:
-    expected = Expected()
+def test_crashes_are_remembered_for_a_while_without_expected_number() -> None:
+    expected = ExpectedEngines()
     expected.left(3, "died")
     assert expected.missing({0}, 0.0) == [MissingEngine(3, "died", 0.0)]
     assert expected.missing({0}, MAX_MISSING_AGE) == [MissingEngine(3, "died", MAX_MISSING_AGE)]
@@ -71,7 +71,7 @@ def test_without_a_number_crashes_are_remembered_for_a_while() -> None:
     ("text", "of_unnamed", "of_next"),
     [("", None, None), ("64", 64, None), ("next=6,4", 4, 6), ("next=6", None, 6)],
 )
-def test_the_setting_says_it_of_each_group(
+def test_setting_gives_expected_engines_per_group(
     text: str, of_unnamed: int | None, of_next: int | None
 ) -> None:
     environment = {"SWELL_EXPECTED_ENGINES": text} if text else {}
@@ -80,13 +80,13 @@ def test_the_setting_says_it_of_each_group(
 
 
 @pytest.mark.parametrize("wrong", ["many", "next=", "next=-1", "a b=2", "=3"])
-def test_a_setting_that_is_none_is_refused_by_name(wrong: str) -> None:
+def test_invalid_setting_is_refused_by_name(wrong: str) -> None:
     with pytest.raises(SettingsError, match="SWELL_EXPECTED_ENGINES"):
         load(CoordinatorConfig, {}, {"SWELL_EXPECTED_ENGINES": wrong})
 
 
-def test_engines_of_nodes_that_have_not_joined_are_missed_from_the_start() -> None:
-    expected = Expected(planned=4)
+def test_engines_of_absent_nodes_are_missing_from_start() -> None:
+    expected = ExpectedEngines(planned=4)
     expected.follow(None)
     assert [each.rank for each in expected.missing([0, 1], 10.0)] == [2, 3]
     expected.follow(2)
@@ -101,7 +101,7 @@ def test_engines_of_nodes_that_have_not_joined_are_missed_from_the_start() -> No
     assert expected.missing([0, 1], 30.0) == []
 
 
-def test_the_numbers_are_those_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+def test_expected_numbers_follow_changes_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "expected"
     publish = load(CoordinatorConfig, {"expected_engines_file": str(file)}, {}).publish
     for text, (one, other) in (("3\n", (3, None)), ("2,next=5", (2, 5)), ("", (None, None))):

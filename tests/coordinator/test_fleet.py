@@ -1,12 +1,12 @@
 """Orders for all engines of a group."""
 
 from coordinator.adapters import FleetOrders
-from engine.core.halting import calls_of
+from engine.core.halting import calls_between
 from engine.shared.messages import FleetOrder, FleetRequest
 
 
 def names(before: FleetOrder, after: FleetOrder) -> list[tuple[str, dict[str, object]]]:
-    return [(call.name, dict(call.arguments)) for call in calls_of(before, after)]
+    return [(call.name, dict(call.arguments)) for call in calls_between(before, after)]
 
 
 def test_a_repeated_request_counts_once() -> None:
@@ -17,7 +17,7 @@ def test_a_repeated_request_counts_once() -> None:
     assert (orders.order.revision, orders.order.pause) == (1, "wait")
 
 
-def test_a_coordinator_that_starts_again_goes_on_from_what_members_bring() -> None:
+def test_restarted_coordinator_learns_order_from_members() -> None:
     first = FleetOrders()
     for ticket in (1, 2):
         first.handle_request(FleetRequest(ticket, "sleep", level=2))
@@ -29,7 +29,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_what_members_bring() -> No
     assert not second.adopt_newer(first.order)
 
 
-def test_engines_that_start_follow_earlier_orders() -> None:
+def test_starting_engines_follow_earlier_orders() -> None:
     orders, new = FleetOrders(), FleetOrder(0)
     assert names(new, orders.order) == []
     orders.handle_request(FleetRequest(1, "pause", "abort"))
@@ -42,7 +42,7 @@ def test_engines_that_start_follow_earlier_orders() -> None:
     ]
 
 
-def test_an_order_for_pauses_does_not_wake_an_engine_that_sleeps_alone() -> None:
+def test_resume_order_does_not_wake_engine_put_to_sleep_individually() -> None:
     orders = FleetOrders()
     orders.handle_request(FleetRequest(1, "pause", "keep"))
     paused = orders.order
@@ -63,7 +63,7 @@ def test_the_last_tag_ends_a_sleep() -> None:
     assert names(half, orders.order) == [("wake_up", {})]
 
 
-def test_a_sleep_that_gives_nothing_back_ends_whatever_is_woken() -> None:
+def test_sleep_at_level_0_ends_with_any_wake_up_tag() -> None:
     orders = FleetOrders()
     orders.handle_request(FleetRequest(1, "sleep", level=0))
     orders.handle_request(FleetRequest(2, "wake_up", tags=["scheduling"]))

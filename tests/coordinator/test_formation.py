@@ -101,7 +101,7 @@ def test_the_first_group_waits_for_all_of_its_engines() -> None:
     assert order == FormGroup(1, [GroupMember(rank, 1) for rank in range(3)])
 
 
-def test_members_meet_at_the_leaders_as_soon_as_all_have_prepared() -> None:
+def test_members_join_at_leader_address_once_all_have_prepared() -> None:
     group = Group(2)
     group.add(0, 1)
     (order,) = group.orders()
@@ -119,7 +119,7 @@ def test_members_meet_at_the_leaders_as_soon_as_all_have_prepared() -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
-def test_shrink_goes_on_with_the_others_and_takes_the_successor_in(dead: int) -> None:
+def test_shrink_continues_without_lost_member_and_adds_its_successor(dead: int) -> None:
     group = formed()
     del group.engines[dead]
     others = sorted({0, 1, 2} - {dead})
@@ -134,7 +134,7 @@ def test_shrink_goes_on_with_the_others_and_takes_the_successor_in(dead: int) ->
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_wait_forms_again_with_the_successor_only(dead: int) -> None:
+def test_wait_policy_reforms_group_only_with_successor(dead: int) -> None:
     group = formed("wait")
     del group.engines[dead]
     assert group.orders() == []
@@ -143,7 +143,7 @@ def test_wait_forms_again_with_the_successor_only(dead: int) -> None:
     assert group.settle() == [0, 1, 2]
 
 
-def test_a_successor_is_not_taken_for_its_predecessor() -> None:
+def test_successor_is_not_mistaken_for_predecessor() -> None:
     group = formed()
     group.add(1, incarnation=2)
     group.engines[1].loading = True
@@ -151,7 +151,7 @@ def test_a_successor_is_not_taken_for_its_predecessor() -> None:
 
 
 @pytest.mark.parametrize("regroup", ["shrink", "wait"])
-def test_nobody_waits_for_an_engine_that_left_on_purpose(
+def test_group_does_not_wait_for_engine_that_left_on_purpose(
     regroup: Literal["shrink", "wait"],
 ) -> None:
     group = formed(regroup)
@@ -161,7 +161,7 @@ def test_nobody_waits_for_an_engine_that_left_on_purpose(
 
 
 @pytest.mark.parametrize("regroup", ["shrink", "wait"])
-def test_a_newcomer_is_taken_in(regroup: Literal["shrink", "wait"]) -> None:
+def test_newcomer_is_added_to_group(regroup: Literal["shrink", "wait"]) -> None:
     group = formed(regroup)
     group.add(3)
     assert group.settle() == [0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_newcomers_wait_until_the_group_has_formed() -> None:
     assert group.settle() == [0, 1, 2]
 
 
-def test_survivors_that_leave_first_are_not_put_together_with_the_dead() -> None:
+def test_survivors_are_not_grouped_with_dead_members() -> None:
     group = formed()
     for rank in (0, 2):
         group.engines[rank].membership.lost()
@@ -190,13 +190,13 @@ def test_survivors_that_leave_first_are_not_put_together_with_the_dead() -> None
     assert [member.rank for member in order.members] == [0, 2]
 
 
-def test_a_group_that_broke_though_nobody_died_is_formed_again() -> None:
+def test_broken_group_without_deaths_is_reformed() -> None:
     group = formed()
     group.engines[1].membership.lost()
     assert group.settle() == [0, 1, 2]
 
 
-def test_a_meeting_that_keeps_failing_is_tried_less_and_less_often() -> None:
+def test_repeatedly_failing_formation_backs_off() -> None:
     group = Group(2)
     group.add(0, 1)
     plans: list[float] = []
@@ -218,7 +218,7 @@ def test_a_meeting_that_keeps_failing_is_tried_less_and_less_often() -> None:
     assert pauses == pytest.approx([FIRST_PAUSE * 2**n for n in range(4)])
 
 
-def test_a_member_that_dies_while_the_group_forms_is_left_out() -> None:
+def test_member_dying_during_formation_is_excluded() -> None:
     group = Group(3)
     group.add(0, 1, 2)
     (order,) = group.orders()
@@ -231,7 +231,7 @@ def test_a_member_that_dies_while_the_group_forms_is_left_out() -> None:
 # -- a coordinator that has just been started ----------------------------------------------------
 
 
-def test_a_new_coordinator_leaves_a_group_that_is_whole_alone() -> None:
+def test_new_coordinator_does_not_disturb_complete_group() -> None:
     group = formed()
     engines, group.engines = group.engines, {}
     group.restart_coordinator()
@@ -243,7 +243,7 @@ def test_a_new_coordinator_leaves_a_group_that_is_whole_alone() -> None:
     assert group.formation.plan.topology == 1
 
 
-def test_a_member_that_died_with_the_coordinator_is_missed_after_a_grace() -> None:
+def test_member_that_died_with_coordinator_is_removed_after_grace() -> None:
     group = formed()
     del group.engines[1]
     group.restart_coordinator()
@@ -266,7 +266,7 @@ def test_engines_that_lost_their_group_without_a_coordinator_get_a_newer_one() -
     assert group.formation.plan.topology == 2
 
 
-def test_a_newer_topology_than_the_plans_supersedes_it() -> None:
+def test_reported_topology_newer_than_plan_supersedes_it() -> None:
     group = formed()
     for engine in group.engines.values():
         engine.membership = GroupMembership(engine.member, "host:0")

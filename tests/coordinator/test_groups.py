@@ -29,7 +29,7 @@ from engine.shared.messages import (
     WakeUp,
     Welcome,
 )
-from engine.shared.own_process import Descriptors
+from engine.shared.process_state import Descriptors
 from engine.shared.version import PROTOCOL_VERSION
 
 SETUP = EngineSetup(num_kv_blocks=100, block_size=16, max_model_len=512, model_fingerprint="abc")
@@ -104,7 +104,7 @@ def test_each_group_sees_its_own_engines_and_front_ends_under_the_same_numbers(
     assert not cluster.views[""].engines
 
 
-def test_settings_are_agreed_on_within_a_group_only(cluster: Cluster) -> None:
+def test_settings_have_to_agree_only_within_a_group(cluster: Cluster) -> None:
     hello = Hello(
         "engine", 1, 30, "h", 1, {"model": "c", "revision": "default"}, group="b",
         protocol=PROTOCOL_VERSION,
@@ -115,7 +115,7 @@ def test_settings_are_agreed_on_within_a_group_only(cluster: Cluster) -> None:
     assert cluster.ranks("b") == {0: 20}
 
 
-def test_stats_reach_the_engine_of_that_process_not_that_of_its_rank(cluster: Cluster) -> None:
+def test_stats_are_assigned_by_process_and_not_by_rank(cluster: Cluster) -> None:
     cluster.send(
         EngineStats(
             rank=0,
@@ -136,7 +136,7 @@ def test_stats_reach_the_engine_of_that_process_not_that_of_its_rank(cluster: Cl
     assert of_b.stats.running == 3
 
 
-def test_a_goodbye_and_a_wake_up_concern_one_group(cluster: Cluster) -> None:
+def test_goodbye_and_wake_up_affect_one_group(cluster: Cluster) -> None:
     orders = [each.order for each in cluster.send(WakeUp(0, 0, 0, group="b"))
               if isinstance(each, PublishOrder)]  # fmt: skip
     assert orders == [StartDpWave(0, 0, group="b")]
@@ -145,14 +145,14 @@ def test_a_goodbye_and_a_wake_up_concern_one_group(cluster: Cluster) -> None:
     assert (cluster.ranks("a"), cluster.ranks("b")) == ({}, {0: 20})
 
 
-def test_a_stranger_has_to_say_hello(cluster: Cluster) -> None:
+def test_unknown_member_has_to_register(cluster: Cluster) -> None:
     assert cluster.reply(Heartbeat("engine", 0, 99)) == HeartbeatAck(EPOCH, known=False)
     known = cluster.reply(Heartbeat("engine", 0, 20))
     assert isinstance(known, HeartbeatAck)
     assert known.known
 
 
-def test_an_empty_group_is_forgotten_and_begins_with_another_epoch(cluster: Cluster) -> None:
+def test_empty_group_is_forgotten_and_restarts_with_new_epoch(cluster: Cluster) -> None:
     last = cluster.views["a"]
     for _ in range(5):
         cluster.send(Tick(), after=TIMEOUT / 4)
@@ -164,7 +164,7 @@ def test_an_empty_group_is_forgotten_and_begins_with_another_epoch(cluster: Clus
     assert cluster.views["a"].epoch == welcome.epoch
 
 
-def test_a_group_shall_have_as_many_engines_as_the_setting_says_of_it() -> None:
+def test_group_expects_number_of_engines_in_setting() -> None:
     cluster = Cluster({"a": 2})
     for model, first in (("a", 10), ("b", 20)):
         cluster.join("engine", 0, first, model)
@@ -174,7 +174,7 @@ def test_a_group_shall_have_as_many_engines_as_the_setting_says_of_it() -> None:
     assert (cluster.views["b"].expected, cluster.views["b"].missing) == (1, [])
 
 
-def test_nodes_say_how_many_engines_their_group_shall_have(cluster: Cluster) -> None:
+def test_nodes_report_expected_engines_of_their_group(cluster: Cluster) -> None:
     engines = NodeEngines("n", target=3, capacity=4, phases={}, busy=False)
     report = NodeReport(5, engines, 0, protocol=PROTOCOL_VERSION, group="b")
     cluster.send(FromMember(b"n", report))
@@ -187,7 +187,7 @@ def test_nodes_say_how_many_engines_their_group_shall_have(cluster: Cluster) -> 
 @pytest.mark.parametrize(
     ("end", "reason"), [("goodbye", "died"), ("drain", "drained"), ("silence", "silent")]
 )
-def test_an_engine_that_left_is_missing_with_the_reason(end: str, reason: str) -> None:
+def test_departed_engine_is_missing_with_reason(end: str, reason: str) -> None:
     cluster = Cluster({"a": 2})
     cluster.join("engine", 0, 10, "a")
     cluster.join("engine", 1, 11, "a")
@@ -205,7 +205,7 @@ def test_an_engine_that_left_is_missing_with_the_reason(end: str, reason: str) -
     assert cluster.views["a"].missing == []
 
 
-def test_a_new_group_gives_out_numbers_at_once_when_the_coordinator_has_run_for_long(
+def test_new_group_assigns_numbers_at_once_in_long_running_coordinator(
     cluster: Cluster,
 ) -> None:
     cluster.send(Tick(), after=TIMEOUT)
@@ -214,7 +214,7 @@ def test_a_new_group_gives_out_numbers_at_once_when_the_coordinator_has_run_for_
     assert welcome.index == 0
 
 
-def test_groups_have_a_limit_and_a_refused_process_makes_none(
+def test_number_of_groups_is_limited_and_refused_process_creates_none(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = Hello("engine", 0, 40, "h", 1, {}, group="c", protocol=0)
@@ -243,7 +243,7 @@ def test_views_list_every_process_of_their_group_and_the_coordinator(
     assert [each.use for each in cluster.views["b"].processes] == [use, None, None], "not theirs"
 
 
-def test_newcomers_are_refused_before_the_coordinator_runs_out_of_descriptors(
+def test_newcomers_are_refused_before_descriptors_run_out(
     cluster: Cluster,
 ) -> None:
     cluster.groups.descriptors = Descriptors(1000, 1024)
@@ -258,7 +258,7 @@ def test_newcomers_are_refused_before_the_coordinator_runs_out_of_descriptors(
     assert isinstance(cluster.join("engine", 1, 30, "a"), Welcome)
 
 
-def test_the_numbers_of_expected_engines_change_while_the_coordinator_runs() -> None:
+def test_expected_engines_can_change_while_coordinator_runs() -> None:
     expected = {"a": 2, "b": 1}
     cluster = Cluster(expected)
     for group in expected:

@@ -19,7 +19,7 @@ def numbers() -> NumberAssignment:
     return made
 
 
-def test_no_number_is_assigned_while_earlier_members_may_still_report_theirs(
+def test_no_number_is_assigned_until_earlier_members_had_time_to_report(
     numbers: NumberAssignment,
 ) -> None:
     refused = numbers.number_for(hello(-1, 9), {}, 100.0 + GRACE - 0.1)
@@ -35,13 +35,13 @@ def test_members_that_have_a_number_do_not_wait(numbers: NumberAssignment) -> No
     assert numbers.number_for(hello(-1, 9), {3: 9}, 100.0) == 3
 
 
-def test_nobody_waits_longer_than_it_looks_for_a_coordinator() -> None:
+def test_number_is_assigned_within_join_timeout() -> None:
     numbers = NumberAssignment(3600.0)
     numbers.start(0.0)
     assert numbers.number_for(hello(-1, 9), {}, MAX_WAIT) == 0
 
 
-def test_the_first_coordinator_of_a_cluster_gives_out_numbers_at_once() -> None:
+def test_first_coordinator_of_cluster_assigns_numbers_at_once() -> None:
     numbers = NumberAssignment(0.0)
     numbers.start(100.0)
     assert numbers.number_for(hello(-1, 9), {}, 100.0) == 0

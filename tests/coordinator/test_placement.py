@@ -27,7 +27,7 @@ SETTLED = TIMEOUT + 1
         (3, [(3, 8), (0, 8)], [3, 0]),
     ],
 )
-def test_engines_are_spread_evenly_and_the_newest_node_gives_up_first(
+def test_engines_are_spread_evenly_and_removed_from_newest_node_first(
     total: int, shares: list[tuple[int, int]], targets: list[int]
 ) -> None:
     assert spread(total, [Share(*share) for share in shares]) == targets
@@ -115,7 +115,7 @@ def test_a_requested_size_is_spread_over_all_nodes_and_reduced_again() -> None:
         assert not head.order.busy
 
 
-def test_nodes_without_engines_of_their_own_pass_requests_on_and_get_none() -> None:
+def test_nodes_without_engines_forward_requests_and_get_no_engines() -> None:
     front, gpu = Node("front", 0, capacity=0), Node("gpu", 2)
     cluster = Cluster(front, gpu)
     cluster.settle()
@@ -125,7 +125,7 @@ def test_nodes_without_engines_of_their_own_pass_requests_on_and_get_none() -> N
     assert cluster.engines == [0, 3]
 
 
-def test_more_engines_than_the_nodes_have_room_for_are_refused_with_the_numbers() -> None:
+def test_too_many_engines_for_nodes_are_refused_with_numbers() -> None:
     head, other = Node("head", 1, capacity=2), Node("other", 1, capacity=1)
     cluster = Cluster(head, other)
     cluster.settle()
@@ -137,7 +137,7 @@ def test_more_engines_than_the_nodes_have_room_for_are_refused_with_the_numbers(
     assert head.request is None
 
 
-def test_a_restarted_coordinator_decides_nothing_before_the_nodes_had_time_to_report() -> None:
+def test_restarted_coordinator_waits_for_node_reports_before_deciding() -> None:
     head, other = Node("head", 2), Node("other", 2)
     cluster = Cluster(head, other)
     cluster.settle()
@@ -169,7 +169,7 @@ def test_a_request_that_a_dead_coordinator_had_sent_to_only_some_nodes_is_comple
     assert head.assigned < other.assigned
 
 
-def test_a_lost_node_takes_its_share_with_it_and_nothing_moves_by_itself() -> None:
+def test_share_of_lost_node_is_not_moved_automatically() -> None:
     head, other = Node("head", 2), Node("other", 2)
     cluster = Cluster(head, other)
     cluster.settle()
@@ -203,7 +203,7 @@ def test_engines_are_replaced_node_by_node() -> None:
     assert not nodes[1].order.busy
 
 
-def test_a_node_of_another_protocol_is_refused_and_takes_no_part() -> None:
+def test_node_of_other_protocol_is_refused_and_gets_no_orders() -> None:
     head = Node("head", 2)
     cluster = Cluster(head)
     cluster.deliver(cluster.placement.report(b"head", head.report(PROTOCOL_VERSION + 1), 0.0))
@@ -212,7 +212,7 @@ def test_a_node_of_another_protocol_is_refused_and_takes_no_part() -> None:
     assert head.order is None
 
 
-def test_assignments_are_numbered_upwards_through_restarts() -> None:
+def test_assignment_numbers_increase_across_restarts() -> None:
     head, other = Node("head", 1), Node("other", 1)
     cluster = Cluster(head, other)
     numbers = []

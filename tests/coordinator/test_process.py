@@ -66,7 +66,7 @@ def receive(socket: "zmq.Socket[bytes]", kind: object) -> object:
     return msgspec.msgpack.decode(socket.recv(), type=kind)
 
 
-def order_among_repeats(socket: "zmq.Socket[bytes]", repeated: object) -> object:
+def next_order(socket: "zmq.Socket[bytes]", repeated: object) -> object:
     """Return the next order other than `repeated`: who the front ends are is said once a while."""
     while (order := receive(socket, GroupOrder)) == repeated:
         pass
@@ -88,7 +88,7 @@ def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[
         assert b"Traceback" not in errors, errors.decode()
 
 
-def test_a_member_joins_and_everybody_hears_of_it(peer: Peer) -> None:
+def test_joining_member_is_published_to_all(peer: Peer) -> None:
     front = peer.subscribe(socket_addresses(peer.address)[0])
     empty = receive(front, ClusterView)
     assert isinstance(empty, ClusterView)
@@ -113,7 +113,7 @@ def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     assert receive(back, GroupOrder) == FrontEnds(welcome.epoch, [])
     receive(front, ClusterView)
     front.send(encode(WakeUp(0, 0, 0)))
-    assert order_among_repeats(back, FrontEnds(welcome.epoch, [])) == StartDpWave(0, 0)
+    assert next_order(back, FrontEnds(welcome.epoch, [])) == StartDpWave(0, 0)
     output = peer.transport.connect(zmq.PUSH, welcome.output_address)
     output.send(
         encode(
@@ -162,12 +162,12 @@ def test_engines_are_notified_of_a_front_end_immediately(peer: Peer) -> None:
     nobody = receive(back, GroupOrder)
     addresses = FrontEndAddresses("ipc://r", "ipc://o")
     peer.request(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
-    order = order_among_repeats(back, nobody)
+    order = next_order(back, nobody)
     assert isinstance(order, FrontEnds)
     assert [entry.addresses for entry in order.front_ends] == [addresses]
 
 
-def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
+def test_malformed_messages_on_every_socket_are_harmless(peer: Peer) -> None:
     front_address, output_address, back_address = socket_addresses(peer.address)
     front, back = peer.subscribe(front_address), peer.subscribe(back_address)
     output = peer.transport.connect(zmq.PUSH, output_address)
@@ -179,7 +179,7 @@ def test_junk_on_every_socket_harms_nobody(peer: Peer) -> None:
     )
 
 
-def test_a_taken_port_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run_swell("coordinator", "--coordinator", address, "--insecure-cluster")
@@ -232,7 +232,7 @@ def listens(address: tuple[str, int]) -> bool:
     return True
 
 
-def test_a_coordinator_that_has_few_descriptors_left_says_so_and_stays_healthy(
+def test_coordinator_short_of_descriptors_warns_and_stays_healthy(
     tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
     (port,) = free_ports(1)

@@ -137,7 +137,7 @@ def test_an_engine_without_a_rank_gets_the_lowest_free_one_and_keeps_it(cluster:
     assert reply(cluster.hello(-1, 11)).index == 1  # type: ignore[attr-defined]
 
 
-def test_planned_engines_that_have_not_joined_are_told_again_and_again() -> None:
+def test_orders_to_planned_engines_that_have_not_joined_are_repeated() -> None:
     cluster = Cluster(replace(PARAMETERS, planned_engines=2))
     cluster.engine(0, 10)
 
@@ -150,7 +150,7 @@ def test_planned_engines_that_have_not_joined_are_told_again_and_again() -> None
     assert told(MISSING_INTERVAL) == [Notice(missing.format(1 + MISSING_INTERVAL))]
 
 
-def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> None:
+def test_engine_with_other_weights_is_removed(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.hello(1, 11)
     other = EngineSetup(
@@ -161,7 +161,7 @@ def test_other_weights_are_refused_and_the_engine_is_out(cluster: Cluster) -> No
     assert [entry.rank for entry in cluster.state.view().engines] == [0]
 
 
-def test_an_engine_may_wait_for_the_weights_that_a_trainer_has_sent(cluster: Cluster) -> None:
+def test_engine_can_wait_for_weights_sent_by_trainer(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.send(FleetRequest(1, "weights", weights=WeightsSource(PUSHED, None, "400")))
     cluster.hello(1, 11)
@@ -183,7 +183,7 @@ def test_an_assigned_rank_is_refused_until_its_member_has_left(cluster: Cluster)
 
 
 @pytest.mark.parametrize("kind", ["engine", "front_end"])
-def test_after_a_restart_a_newcomer_does_not_get_the_number_of_one_that_lives(
+def test_newcomer_after_restart_does_not_get_number_of_living_member(
     cluster: Cluster, kind: str
 ) -> None:
     cluster.send(Tick())
@@ -213,7 +213,7 @@ def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: 
     assert [entry.incarnation for entry in cluster.state.view().engines] == [11]
 
 
-def test_an_unknown_member_is_asked_to_register_again(cluster: Cluster) -> None:
+def test_unknown_member_is_told_to_register_again(cluster: Cluster) -> None:
     ack = reply(cluster.send(FromMember(b"x", Heartbeat("engine", 3, 99))))
     assert ack == HeartbeatAck(EPOCH, known=False)
 
@@ -226,7 +226,7 @@ def test_a_silent_member_is_dropped_and_published_at_once(cluster: Cluster) -> N
     assert published.view.engines == []
 
 
-def test_a_coordinator_that_was_held_up_itself_takes_nobody_for_silent(cluster: Cluster) -> None:
+def test_stalled_coordinator_considers_no_member_silent(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.send(Tick(), after=1.0)
     assert not only(cluster.send(Tick(), after=60.0), Notice)
@@ -246,14 +246,14 @@ def test_an_engine_that_was_only_silent_does_not_count_as_restarted(cluster: Clu
     assert cluster.state.view().engines[0].restarts == 0
 
 
-def test_engines_hear_of_front_ends_that_come_and_go(cluster: Cluster) -> None:
+def test_engines_are_notified_of_front_ends_joining_and_leaving(cluster: Cluster) -> None:
     (order,) = only(cluster.front_end(0, 50), PublishOrder)
     assert [entry.index for entry in order.order.front_ends] == [0]
     (order,) = only(cluster.send(FromMember(b"f", Goodbye("front_end", 0, 50))), PublishOrder)
     assert order.order == FrontEnds(EPOCH, [])
 
 
-def test_stats_are_published_at_most_every_interval(cluster: Cluster) -> None:
+def test_stats_are_published_once_per_interval(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 1, running=1)
     published = []
@@ -284,7 +284,7 @@ def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
     assert only(cluster.send(Tick(), after=0.2), PublishView)
 
 
-def test_a_supervisor_that_does_not_know_the_given_number_reports_a_death(
+def test_supervisor_can_report_death_without_knowing_number(
     cluster: Cluster,
 ) -> None:
     cluster.engine(0, 10)
@@ -293,7 +293,7 @@ def test_a_supervisor_that_does_not_know_the_given_number_reports_a_death(
     assert [entry.rank for entry in cluster.state.view().engines] == [1]
 
 
-def test_a_steady_stream_of_stats_does_not_hold_up_publication(cluster: Cluster) -> None:
+def test_steady_stats_do_not_delay_publication(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 1, running=1)
     cluster.now += 0.11
@@ -307,14 +307,14 @@ def test_an_unchanged_cluster_is_published_every_few_seconds(cluster: Cluster) -
     assert only(cluster.send(Tick(), after=0.2), PublishView)
 
 
-def test_a_dead_engine_does_not_keep_the_group_running(cluster: Cluster) -> None:
+def test_dead_engine_does_not_keep_wave_running(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 1, running=3)
     cluster.send(FromMember(b"s", Goodbye("engine", 0, 10)))
     assert not cluster.state.view().running
 
 
-def test_older_and_foreign_stats_are_ignored(cluster: Cluster) -> None:
+def test_outdated_and_unknown_stats_are_ignored(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.stats(0, 10, 5, running=2)
     cluster.stats(0, 10, 4, running=9)
@@ -339,7 +339,7 @@ def test_an_engines_request_to_start_wakes_its_peers(cluster: Cluster) -> None:
     assert order.order == StartDpWave(4, 0)
 
 
-def test_the_wave_is_adopted_from_members_and_never_goes_back(cluster: Cluster) -> None:
+def test_wave_is_adopted_from_members_and_never_decreases(cluster: Cluster) -> None:
     cluster.hello(0, 10, wave=41)
     assert reply(cluster.hello(1, 11, wave=3)).wave == 41  # type: ignore[attr-defined]
 
@@ -382,7 +382,7 @@ def test_engines_that_step_together_are_put_into_a_group(cluster: Cluster) -> No
     assert plans(sits(cluster, 1, "joined", 1)) == []
 
 
-def test_nobody_waits_for_an_engine_that_drained(cluster: Cluster) -> None:
+def test_group_does_not_wait_for_drained_engine(cluster: Cluster) -> None:
     for rank in (0, 1):
         cluster.hello(rank, rank + 10, group_config=TOGETHER)
         sits(cluster, rank, "apart")
@@ -393,7 +393,7 @@ def test_nobody_waits_for_an_engine_that_drained(cluster: Cluster) -> None:
     assert plans(cluster.send(FromMember(b"e", Goodbye("engine", 1, 11)))) == [(2, [0], "")]
 
 
-def test_a_group_size_that_is_no_number_is_refused(cluster: Cluster) -> None:
+def test_invalid_group_size_is_refused(cluster: Cluster) -> None:
     refused = reply(cluster.hello(0, 10, group_config={**TOGETHER, "data_parallel_size": "two"}))
     assert isinstance(refused, Refused)
     assert (refused.field, refused.final) == ("data_parallel_size", True)
@@ -417,7 +417,7 @@ def test_front_ends_that_have_a_view_get_its_changes(cluster: Cluster) -> None:
     assert published.change.processes_left == ["engine 2"]
 
 
-def test_newcomers_and_front_ends_of_an_older_version_get_whole_views(cluster: Cluster) -> None:
+def test_newcomers_and_older_front_ends_get_full_views(cluster: Cluster) -> None:
     cluster.front_end(0, 50)
     cluster.engine(0, 10)
     (published,) = only(cluster.send(Subscribed("front_end")), PublishView)

@@ -45,7 +45,7 @@ def start(wave: LockstepWave, rank: int, number: int = 5) -> bool:
 # -- evidence ------------------------------------------------------------------------------------
 
 
-def test_stats_are_evidence_as_good_as_reports(wave: LockstepWave) -> None:
+def test_stats_count_as_wave_reports(wave: LockstepWave) -> None:
     assert wave.stats(stats(0, 5, runs=True))
     assert wave.running
     assert not wave.stats(stats(1, 5, runs=False)), "rank 1 has not come yet"
@@ -54,7 +54,7 @@ def test_stats_are_evidence_as_good_as_reports(wave: LockstepWave) -> None:
     assert (wave.wave, wave.running) == (6, False)
 
 
-def test_a_new_topology_is_believed_though_its_wave_is_lower(wave: LockstepWave) -> None:
+def test_new_topology_is_accepted_with_lower_wave(wave: LockstepWave) -> None:
     start(wave, 2, 9)
     assert not wave.report(StartWave(1, 1, 7))
     wave.report(StartWave(1, 1, 7, 0, 1))
@@ -63,7 +63,7 @@ def test_a_new_topology_is_believed_though_its_wave_is_lower(wave: LockstepWave)
     assert (order.wave, order.topology) == (9, 1)
 
 
-def test_a_member_that_left_keeps_no_wave_running(wave: LockstepWave) -> None:
+def test_departed_member_keeps_no_wave_running(wave: LockstepWave) -> None:
     start(wave, 2)
     wave.take_members(frozenset({0, 1}))
     assert not wave.running
@@ -72,7 +72,7 @@ def test_a_member_that_left_keeps_no_wave_running(wave: LockstepWave) -> None:
 # -- orders --------------------------------------------------------------------------------------
 
 
-def test_a_notice_wakes_all_but_the_engine_that_gets_the_request(wave: LockstepWave) -> None:
+def test_wake_up_notice_wakes_all_engines_except_recipient_of_request(wave: LockstepWave) -> None:
     assert wave.notice(WakeUp(0, 1, 5))
     assert wave.orders(1.0) == [StartDpWave(5, 1)]
     assert not wave.running
@@ -81,7 +81,7 @@ def test_a_notice_wakes_all_but_the_engine_that_gets_the_request(wave: LockstepW
     assert wave.orders(1.0 + ORDER_INTERVAL) == [StartDpWave(5, -1)]
 
 
-def test_a_held_group_is_not_woken_but_by_its_resume(wave: LockstepWave) -> None:
+def test_held_group_is_woken_only_by_resume(wave: LockstepWave) -> None:
     wave.report(StartWave(0, 1, 5, 1))
     wave.report(WaveComplete(0, 1, 5, 1))
     assert not wave.notice(WakeUp(0, 1, 6))
@@ -90,7 +90,7 @@ def test_a_held_group_is_not_woken_but_by_its_resume(wave: LockstepWave) -> None
     assert wave.orders(1.0) == [StartDpWave(6, 1, 2)]
 
 
-def test_a_group_that_ended_leaves_no_hold(wave: LockstepWave) -> None:
+def test_hold_ends_with_its_group(wave: LockstepWave) -> None:
     wave.report(StartWave(0, 1, 5, 1))
     wave.report(WaveComplete(0, 1, 5, 1))
     wave.take_members(frozenset())
@@ -99,7 +99,7 @@ def test_a_group_that_ended_leaves_no_hold(wave: LockstepWave) -> None:
     assert wave.orders(1.0) == [StartDpWave(6, 1, 0)]
 
 
-def test_a_rank_that_joins_a_running_group_is_called(wave: LockstepWave) -> None:
+def test_rank_joining_running_group_is_started(wave: LockstepWave) -> None:
     for rank in range(3):
         start(wave, rank)
     assert wave.orders(1.0) == []
@@ -137,7 +137,7 @@ def of_step(step: int, running: int) -> EngineStats:
 
 
 @pytest.mark.parametrize("order", ["notice, stats", "stats, notice", "notices, stats", "one step"])
-def test_each_wake_of_idle_engines_counts_once_whatever_is_heard_first(order: str) -> None:
+def test_each_wake_up_counts_once_for_any_order_of_messages(order: str) -> None:
     wave = IndependentWave()
     wave.stats(of_step(7, 0))
     for number in range(21):
@@ -159,7 +159,7 @@ def busy(rank: int, requests: int) -> EngineStats:
     return EngineStats(rank, 1, 1, 0, 0, 0, requests, 0.0, 0)
 
 
-def test_independent_engines_need_no_order_to_be_repeated() -> None:
+def test_orders_are_not_repeated_to_independent_engines() -> None:
     wave = IndependentWave()
     wave.take_members(frozenset({0, 1}))
     assert wave.notice(WakeUp(0, 1, 0))
@@ -197,7 +197,7 @@ def lockstep_cluster() -> CoordinatorState:
     return state
 
 
-def test_the_coordinator_comes_back_in_time_to_repeat_an_order() -> None:
+def test_deadline_includes_next_repetition_of_order() -> None:
     state = lockstep_cluster()
     state.handle(StartWave(1, 11, 3), 1.0)
     due = state.next_deadline(1.0)
@@ -207,7 +207,7 @@ def test_the_coordinator_comes_back_in_time_to_repeat_an_order() -> None:
     assert state.next_deadline(due) > due + ORDER_INTERVAL
 
 
-def test_both_edges_of_running_are_published_at_once() -> None:
+def test_start_and_end_of_wave_are_published_immediately() -> None:
     state = lockstep_cluster()
     for report, expected in (
         (StartWave(1, 11, 3), (3, True)),
@@ -217,7 +217,7 @@ def test_both_edges_of_running_are_published_at_once() -> None:
         assert [(view.wave, view.running) for view in views] == [expected]
 
 
-def test_reports_of_a_process_that_is_no_member_are_not_believed() -> None:
+def test_reports_of_non_members_are_ignored() -> None:
     state = lockstep_cluster()
     state.handle(StartWave(1, 99, 3), 1.0)
     assert (state.view().wave, state.view().running) == (0, False)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from server.fleet.own_server import stop_process
+from server.fleet.local_server import stop_process
 
 ROOT = Path(__file__).parent.parent.parent
 BASE_IMAGE = "swell-test-base:bookworm"

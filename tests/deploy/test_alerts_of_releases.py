@@ -55,7 +55,7 @@ def series_of(
     ]
 
 
-def test_alerts_of_releases_neither_hide_nor_double_each_other(tmp_path: Path) -> None:
+def test_alerts_of_two_releases_do_not_interfere(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     (healthy,) = (case for case in CASES["tests"] if case["name"] == HEALTHY)

@@ -86,7 +86,7 @@ def test_every_state_is_recorded() -> None:
     assert {file.stem for file in FOLDER.glob("*.yaml")} == set(STATES) == set(EXPECTED)
 
 
-def test_exactly_the_alerts_for_a_state_fire(tmp_path: Path) -> None:
+def test_each_state_fires_exactly_its_alerts(tmp_path: Path) -> None:
     cases = []
     for state, expected in EXPECTED.items():
         recorded = Recorded.read(state)
@@ -109,7 +109,7 @@ def test_exactly_the_alerts_for_a_state_fire(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", str(tests))
 
 
-def test_every_alert_fires_over_recorded_series_and_is_silent_while_all_is_well() -> None:
+def test_every_alert_fires_on_recorded_faults_and_not_otherwise() -> None:
     names = {
         rule["alert"]
         for group in yaml.safe_load(ALERTS)["groups"]
@@ -122,7 +122,7 @@ def test_every_alert_fires_over_recorded_series_and_is_silent_while_all_is_well(
     assert not any(alerts for mark, alerts in by_mark if mark == "healthy")
 
 
-def test_what_queries_select_by_is_on_the_series_of_a_real_stack() -> None:
+def test_labels_in_queries_exist_on_series_of_real_stack() -> None:
     series = {name for state in STATES for name in Recorded.read(state).series}
     keda = scaled_object()["triggers"][0]["metadata"]["query"]
     asked = set(re.findall(r"\b(swell_\w+)\{([^}]*)\}", ALERTS + keda))

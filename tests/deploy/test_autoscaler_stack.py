@@ -54,7 +54,7 @@ class Scaler:
         return int(min(self._most, max(self._least, math.ceil(value / self._threshold))))
 
 
-def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neither(
+def test_full_engines_scale_up_idle_ones_down_and_missing_metrics_neither(
     tmp_path: Path,
 ) -> None:
     if shutil.which("prometheus") is None:
@@ -124,7 +124,7 @@ def test_full_engines_ask_for_more_idle_ones_for_fewer_and_no_metrics_for_neithe
         assert fetch(f"{other}/v1/completions", completion("Act 0", 5)).status == 200
 
 
-def test_the_first_request_calls_an_engine_and_waits_for_it(tmp_path: Path) -> None:
+def test_first_request_starts_an_engine_and_waits(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("Prometheus is not installed (Debian: prometheus)")
     port = free_port()

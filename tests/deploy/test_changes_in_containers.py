@@ -76,7 +76,7 @@ class Stack:
             "--min-ready-engines", "2",
         )  # fmt: skip
 
-    def scale_as_told(self, prometheus: Prometheus) -> float:
+    def scale_as_recommended(self, prometheus: Prometheus) -> float:
         """Scale like KEDA and the autoscaler; return the seconds until the load was reported."""
         spec = scaled_object(
             f"engine.env.SWELL_MAX_NUM_SEQS={SLOTS}", "engine.autoscaling.maxReplicas=4"
@@ -140,7 +140,7 @@ class Stack:
         return time.monotonic() - began
 
 
-def test_load_losses_and_keys_are_met_without_a_wrong_or_failed_answer(
+def test_load_failures_and_key_changes_cause_no_wrong_or_failed_answers(
     project: Compose, tmp_path: Path
 ) -> None:
     if shutil.which("prometheus") is None:
@@ -159,7 +159,7 @@ def test_load_losses_and_keys_are_met_without_a_wrong_or_failed_answer(
         running.callback(prometheus.stop)
         prometheus.wait("swell_engines_ready == 2")
         with Load(url, CLIENTS, FIRST).running() as load:
-            scaled = stack.scale_as_told(prometheus)
+            scaled = stack.scale_as_recommended(prometheus)
             lost = stack.lose_an_engine(prometheus)
             load.goes_on()
             known = stack.exchange_keys(secret, load)

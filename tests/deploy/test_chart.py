@@ -106,12 +106,12 @@ def named(paths: list[Path]) -> pytest.MarkDecorator:
 
 
 @named(VALUES)
-def test_lint_finds_nothing(values: Path) -> None:
+def test_helm_lint_passes(values: Path) -> None:
     done = helm("lint", "--strict", str(CHART), "-f", str(values))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_there_are_examples_enough() -> None:
+def test_chart_has_enough_examples() -> None:
     assert len(EXAMPLES) >= 6
 
 
@@ -127,7 +127,7 @@ def test_every_manifest_is_valid_for_every_version(values: Path, version: str) -
         validate(manifest, version)
 
 
-def test_custom_resources_have_what_their_operators_need() -> None:
+def test_custom_resources_are_valid_for_their_operators() -> None:
     manifests = render(CHART / "examples" / "autoscaling.yaml")
     scaled = find(manifests, "ScaledObject", "demo-swell-engine")["spec"]
     assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
@@ -152,7 +152,7 @@ def test_custom_resources_have_what_their_operators_need() -> None:
     assert chosen == ["demo-swell"], "engines have no metrics of their own"
 
 
-def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
+def test_dashboard_and_alerts_equal_those_of_compose() -> None:
     manifests = render(CHART / "examples" / "gateway.yaml")
     rules = find(manifests, "PrometheusRule", "demo-swell")["spec"]
     text = (CHART / "files" / "alerts.yaml").read_text()
@@ -178,7 +178,7 @@ def test_dashboard_and_alerts_are_those_that_compose_uses() -> None:
 
 
 @named(VALUES)
-def test_containers_run_with_no_rights_they_do_not_need(values: Path) -> None:
+def test_containers_run_with_least_privileges(values: Path) -> None:
     for name, pod in pods(render(values)):
         security = pod["securityContext"]
         assert security["runAsNonRoot"], name
@@ -207,7 +207,7 @@ def test_containers_have_requests_limits_and_a_fixed_version(values: Path) -> No
 
 
 @named(VALUES)
-def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
+def test_serving_containers_are_probed_on_their_ports(values: Path) -> None:
     for name, pod in pods(render(values)):
         if name.endswith("-test") or "-fetch-" in name:
             continue
@@ -223,7 +223,7 @@ def test_whatever_serves_is_probed_on_ports_it_has(values: Path) -> None:
 
 
 @named(VALUES)
-def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
+def test_grace_period_of_pods_covers_draining(values: Path) -> None:
     manifests = render(values)
     for manifest in manifests:
         if manifest["kind"] not in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
@@ -240,7 +240,7 @@ def test_pods_get_the_time_that_draining_takes(values: Path) -> None:
 
 
 @named(VALUES)
-def test_selectors_find_the_pods_they_are_meant_for(values: Path) -> None:
+def test_selectors_match_their_pods(values: Path) -> None:
     manifests = render(values)
     labels = {
         manifest["metadata"]["name"]: template["metadata"]["labels"]
@@ -268,7 +268,7 @@ def test_selectors_find_the_pods_they_are_meant_for(values: Path) -> None:
 
 
 @named(VALUES)
-def test_mounts_have_volumes_and_secrets_are_no_variables_in_clear(values: Path) -> None:
+def test_mounts_have_volumes_and_no_variable_contains_a_secret(values: Path) -> None:
     for name, pod in pods(render(values)):
         volumes = {volume["name"] for volume in pod.get("volumes", ())}
         mounts = [mount for each in pod["containers"] for mount in each.get("volumeMounts", ())]
@@ -289,7 +289,7 @@ def test_more_than_one_replica_is_protected_and_spread() -> None:
             assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
-def test_pods_of_a_version_that_is_replaced_keep_none_of_the_new_one_on_their_node() -> None:
+def test_old_pods_do_not_block_new_ones_on_their_node() -> None:
     spread = {
         name: pod["topologySpreadConstraints"][0]
         for name, pod in pods(render())
@@ -299,13 +299,13 @@ def test_pods_of_a_version_that_is_replaced_keep_none_of_the_new_one_on_their_no
     assert "matchLabelKeys" not in spread["demo-swell-engine"]
 
 
-def test_nobody_is_sent_to_a_coordinator_on_a_dead_node() -> None:
+def test_service_excludes_coordinator_on_dead_node() -> None:
     service = find(render(), "Service", "demo-swell-coordinator")["spec"]
     assert "publishNotReadyAddresses" not in service
     assert service["ports"]
 
 
-def test_the_network_is_open_only_where_it_has_to_be() -> None:
+def test_network_policies_allow_only_required_traffic() -> None:
     manifests = render(CHART / "examples" / "gateway.yaml")
     policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}
     assert policies.keys() == {f"demo-swell-{part}" for part in ("api", "coordinator", "engine")}
@@ -352,7 +352,7 @@ def differing(before: list[Manifest], after: list[Manifest]) -> dict[str, tuple[
     }
 
 
-def test_another_key_changes_only_the_secret_so_no_pod_restarts() -> None:
+def test_new_key_changes_only_the_secret_and_restarts_no_pod() -> None:
     kinds = ("apiKeys", "adminKey", "metricsKey", "clusterKey")
     before, after = (
         render(None, *(f"{kind}.value={text}" for kind in kinds)) for text in ("old", "new")
@@ -361,7 +361,7 @@ def test_another_key_changes_only_the_secret_so_no_pod_restarts() -> None:
     assert changed == {"Secret/demo-swell"}
 
 
-def test_api_pods_are_taken_one_by_one_when_their_streams_have_ended() -> None:
+def test_api_pods_are_replaced_one_at_a_time_after_their_streams() -> None:
     def down(*sets: str) -> Any:
         scaler = find(render(None, "api.autoscaling.enabled=true", *sets),
                       "HorizontalPodAutoscaler", "demo-swell-api")  # fmt: skip
@@ -390,7 +390,7 @@ def scaled_object(*settings: str) -> Manifest:
     return spec
 
 
-def test_api_pods_hold_requests_where_the_last_engine_may_be_taken() -> None:
+def test_api_pods_hold_requests_if_engines_scale_to_zero() -> None:
     held = "SWELL_COLD_START_TIMEOUT"
     for least, expected in ((0, "120"), (1, None)):
         sets = f"engine.autoscaling.minReplicas={least}", "engine.autoscaling.coldStartSeconds=120"
@@ -400,7 +400,7 @@ def test_api_pods_hold_requests_where_the_last_engine_may_be_taken() -> None:
         assert (scaled_object(*sets).get("cooldownPeriod") is not None) == (least == 0)
 
 
-def test_shares_may_be_set_on_the_command_line_too() -> None:
+def test_target_utilization_can_be_set_on_command_line() -> None:
     """`--set` passes fractions as strings."""
     for share, threshold in (("0.75", "75"), ("4", "400"), ("4.0", "400"), ("0.29", "29")):
         (trigger,) = scaled_object(f"engine.autoscaling.targetUtilization={share}")["triggers"]
@@ -441,12 +441,12 @@ def prometheus_answer(tmp_path: Path, query: str, series: dict[str, float], expe
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_full_engines_without_a_queue_are_not_taken_for_idle_ones(tmp_path: Path) -> None:
+def test_full_engines_without_queue_do_not_count_as_idle(tmp_path: Path) -> None:
     query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
     prometheus_answer(tmp_path, query, load_of_four(64, 0, 0.3), "400")
 
 
-def test_full_caches_without_full_slots_are_not_taken_for_idle_engines(tmp_path: Path) -> None:
+def test_full_caches_without_full_slots_do_not_count_as_idle(tmp_path: Path) -> None:
     query = scaled_object("engine.env.SWELL_MAX_NUM_SEQS=64")["triggers"][0]["metadata"]["query"]
     prometheus_answer(tmp_path, query, load_of_four(16, 0, 0.75), "300")
 
@@ -464,7 +464,7 @@ def load_of_four(running: int, waiting: int, cache: float) -> dict[str, float]:
     }
 
 
-def test_metrics_that_are_missing_are_not_zero(tmp_path: Path) -> None:
+def test_missing_metrics_do_not_count_as_zero(tmp_path: Path) -> None:
     scaled = scaled_object()
     metadata = scaled["triggers"][0]["metadata"]
     some = load_of_four(1, 0, 0.5)
@@ -477,7 +477,7 @@ def test_metrics_that_are_missing_are_not_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("secret", ["prometheus-token", ""])
-def test_keda_takes_the_objects(secret: str) -> None:
+def test_keda_accepts_the_objects(secret: str) -> None:
     import jsonschema
 
     schemas = json.loads(Path(__file__).with_name("keda.schema.json").read_text(encoding="utf-8"))
@@ -490,7 +490,7 @@ def test_keda_takes_the_objects(secret: str) -> None:
         jsonschema.validate(each, schemas[each["kind"]])
 
 
-def test_engines_are_taken_one_by_one_as_they_drain() -> None:
+def test_engines_are_replaced_one_at_a_time_as_they_drain() -> None:
     down = scaled_object("engine.drainSeconds=300")["advanced"]["horizontalPodAutoscalerConfig"][
         "behavior"
     ]["scaleDown"]
@@ -499,7 +499,7 @@ def test_engines_are_taken_one_by_one_as_they_drain() -> None:
     assert "'periodSeconds': 1800" in str(longest), "the API refuses more"
 
 
-def test_a_prometheus_with_authentication_gets_it_from_a_secret() -> None:
+def test_prometheus_credentials_come_from_a_secret() -> None:
     manifests = render(CHART / "examples" / "autoscaling.yaml")
     (trigger,) = find(manifests, "ScaledObject", "demo-swell-engine")["spec"]["triggers"]
     assert trigger["metadata"]["authModes"] == "bearer"
@@ -526,7 +526,7 @@ def install(config: Path, *sets: str) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
-def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Path) -> None:
+def test_toggling_autoscaling_ends_no_running_replica(tmp_path: Path) -> None:
     with fake_kubernetes(tmp_path) as (cluster, config):
 
         def release(*sets: str) -> None:
@@ -558,7 +558,7 @@ def test_switching_autoscaling_on_and_off_ends_no_replica_that_runs(tmp_path: Pa
         assert cluster.objects[path]["spec"]["replicas"] == 8, "without an autoscaler as one says"
 
 
-def test_engines_that_share_experts_know_how_many_they_are() -> None:
+def test_engines_that_share_experts_know_their_number() -> None:
     manifests = render(CHART / "examples" / "expert-parallel.yaml")
     variables = environment(find(manifests, "StatefulSet", "demo-swell-engine"))
     assert variables["SWELL_ENABLE_EXPERT_PARALLEL"] == "true"
@@ -590,7 +590,7 @@ def test_keys_are_kept_in_secrets_and_reach_the_processes_as_files() -> None:
     assert not [m for m in existing if m["kind"] == "Secret"]
 
 
-def test_all_processes_see_a_second_cluster_key_when_the_secret_has_one() -> None:
+def test_second_cluster_key_reaches_all_processes() -> None:
     manifests = render(None, "clusterKey.acceptedValue=other")
     data = find(manifests, "Secret", "demo-swell")["data"]
     assert base64.b64decode(data["accepted-cluster-key"]) == b"other"
@@ -622,7 +622,7 @@ def test_a_generated_cluster_key_is_long_and_random() -> None:
     assert all(len(base64.b64decode(key)) == 48 for key in keys)
 
 
-def test_the_service_monitor_has_a_key_where_metrics_need_one() -> None:
+def test_service_monitor_has_metrics_key_if_needed() -> None:
     on = ("metrics.serviceMonitor.enabled=true", "apiKeys.value=alpha")
     manifests = render(None, *on)
     (endpoint,) = find(manifests, "ServiceMonitor", "demo-swell")["spec"]["endpoints"]
@@ -647,7 +647,7 @@ def test_the_service_monitor_has_a_key_where_metrics_need_one() -> None:
     assert "authorization" not in open_endpoint
 
 
-def test_compose_opens_nothing_but_the_api_to_others() -> None:
+def test_compose_publishes_only_the_api() -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     for name, service in compose["services"].items():
         for port in service.get("ports", ()):
@@ -656,7 +656,7 @@ def test_compose_opens_nothing_but_the_api_to_others() -> None:
     assert "admin}" not in str(compose["services"]["grafana"])
 
 
-def test_the_alertmanager_of_compose_sends_to_the_webhook_that_is_given(tmp_path: Path) -> None:
+def test_compose_alertmanager_sends_to_configured_webhook(tmp_path: Path) -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     (script,) = compose["services"]["alertmanager"]["command"]
     script = script.replace("$$", "$").replace("/run/swell", str(tmp_path))
@@ -678,7 +678,7 @@ def test_the_alertmanager_of_compose_sends_to_the_webhook_that_is_given(tmp_path
     assert managers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
 
 
-def test_an_api_without_keys_knows_the_names_by_which_it_is_published() -> None:
+def test_api_without_keys_accepts_published_host_names() -> None:
     def hosts(*settings: str) -> Any:
         [api] = [
             each

@@ -31,7 +31,7 @@ def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
     }
 
 
-def test_the_old_models_pods_stay_unchanged_next_to_the_new_ones() -> None:
+def test_pods_of_old_model_are_unchanged_by_new_model() -> None:
     before, both, after = (workloads(render(None, *sets)) for sets in (OLD, BOTH, NEW))
     names = {"demo-swell-engine", "demo-swell-api"}
     assert before.keys() == names
@@ -68,13 +68,13 @@ def test_api_pods_of_a_new_model_wait_for_half_of_its_engines() -> None:
     assert least_ready("next", *NEW, "api.minReadyEngines=5") == "5"
 
 
-def test_that_no_model_goes_before_can_be_said_by_null() -> None:
+def test_previous_model_can_be_null() -> None:
     assert render(None, *NEW, "previous=null") == render(None, *NEW)
     scaled = (*NEW, "engine.autoscaling.enabled=true", *POOL)
     assert render(None, *scaled, "previous=null") == render(None, *scaled)
 
 
-def test_both_models_are_behind_one_service_and_no_selector_takes_pods_of_the_other() -> None:
+def test_both_models_share_a_service_and_no_selector_matches_other_model() -> None:
     manifests = render(None, *BOTH)
     service = find(manifests, "Service", "demo-swell")["spec"]["selector"]
     pods = {
@@ -88,7 +88,7 @@ def test_both_models_are_behind_one_service_and_no_selector_takes_pods_of_the_ot
         assert [n for n, labels in pods.items() if wanted.items() <= labels.items()] == [name]
 
 
-def test_what_an_old_model_was_started_with_can_be_said() -> None:
+def test_settings_of_previous_model_can_be_specified() -> None:
     manifests = render(
         None, *BOTH, "previous.model.servedName=", "previous.model.revision=v1",
         "previous.model.maxLength=512", "previous.apiReplicas=1",
@@ -104,7 +104,7 @@ def test_what_an_old_model_was_started_with_can_be_said() -> None:
     assert find(manifests, "Deployment", "demo-swell-api")["spec"]["replicas"] == 1
 
 
-def test_the_old_models_engines_keep_what_they_run_on(tmp_path: Path) -> None:
+def test_engines_of_old_model_keep_image_and_resources(tmp_path: Path) -> None:
     """More GPUs, nodes and settings of a larger model do not affect the previous one."""
     small = {
         "gpus": 1, "repository": "small", "nodeSelector": {"gpu": "a100"}, "env": {"SWELL_SEED": 1},
@@ -143,7 +143,7 @@ def test_only_the_new_models_engines_are_counted_and_scaled() -> None:
     assert scaler["scaleTargetRef"]["name"] == "demo-swell-api-next"
 
 
-def test_the_coordinator_knows_how_many_engines_each_model_shall_have() -> None:
+def test_coordinator_gets_expected_engines_of_each_model() -> None:
     def expected(*sets: str) -> str:
         kept = find(render(None, *sets), "ConfigMap", "demo-swell-engines")["data"]
         return str(kept["expected"])
@@ -154,7 +154,7 @@ def test_the_coordinator_knows_how_many_engines_each_model_shall_have() -> None:
     assert expected(*BOTH, "engine.autoscaling.enabled=true") == "4", "an autoscaler knows best"
 
 
-def test_two_models_have_to_have_two_groups() -> None:
+def test_two_models_need_two_groups() -> None:
     sets = [part for each in (*OLD, "previous.model.name=older") for part in ("--set", each)]
     done = helm("template", "demo", "helm/swell", "--kube-version", "1.30.0", *sets)
     assert done.returncode != 0
@@ -165,7 +165,7 @@ def serve(cluster: FakeKubernetes, kind: str, name: str, **status: int) -> None:
     cluster.objects[f"/apis/apps/v1/namespaces/llm/{kind}/{name}"]["status"] = status
 
 
-def test_an_upgrade_that_would_take_a_model_away_before_another_serves_is_refused(
+def test_upgrade_that_leaves_no_serving_model_is_refused(
     tmp_path: Path,
 ) -> None:
     with fake_kubernetes(tmp_path) as (cluster, config):
@@ -196,7 +196,7 @@ def test_an_upgrade_that_would_take_a_model_away_before_another_serves_is_refuse
         assert set(cluster.replicas_seen["demo-swell-engine"]) == {4}
 
 
-def test_a_pause_can_be_chosen(tmp_path: Path) -> None:
+def test_upgrade_with_pause_can_be_allowed(tmp_path: Path) -> None:
     with fake_kubernetes(tmp_path) as (cluster, config):
         assert install(config, *OLD).returncode == 0
         serve(cluster, "statefulsets", "demo-swell-engine", readyReplicas=4)
@@ -234,7 +234,7 @@ def test_the_chart_and_the_images_state_the_protocol_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("setting", [*AGREED_SETTINGS, *AGREED_IN_LOCKSTEP])
-def test_the_chart_guards_every_setting_on_which_engines_have_to_agree(setting: str) -> None:
+def test_upgrade_guard_covers_every_setting_engines_compare(setting: str) -> None:
     name = f"SWELL_{setting.upper()}"
     assert name in {each.variable for each in settings_of(EngineConfig)}
 
@@ -250,7 +250,7 @@ def test_the_chart_guards_every_setting_on_which_engines_have_to_agree(setting: 
     assert agreed(*extra) == agreed(f"engine.env.{name}=7") != default
 
 
-def test_settings_of_a_config_map_are_seen_by_the_guard(tmp_path: Path) -> None:
+def test_upgrade_guard_reads_settings_of_config_map(tmp_path: Path) -> None:
     from_map = ("engine.replicas=2", "engine.envFrom[0].configMapRef.name=engines")
     path = "/api/v1/namespaces/llm/configmaps/engines"
     with fake_kubernetes(tmp_path) as (cluster, config):

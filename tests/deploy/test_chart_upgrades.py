@@ -60,7 +60,7 @@ def fixed(manifests: list[Manifest]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("change", UPGRADES)
-def test_pods_restart_only_if_a_change_affects_them(change: str, version: str) -> None:
+def test_pods_restart_only_if_affected_by_change(change: str, version: str) -> None:
     upgrade = UPGRADES[change]
     before, after = (
         render(None, *sets, version=version) for sets in (upgrade.before, upgrade.after)

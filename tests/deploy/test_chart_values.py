@@ -147,7 +147,7 @@ the specs of engines, API and coordinator, `E/` that of their pods and `E:` thei
 
 
 @pytest.mark.parametrize("sets", CHANGES, ids=lambda sets: sets[:60])
-def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
+def test_each_value_changes_only_its_own_part(sets: str) -> None:
     manifests = render(None, *sets.split())
     for manifest in manifests:
         validate(manifest, "1.30")
@@ -180,9 +180,7 @@ def test_a_value_changes_what_it_names_and_nothing_else(sets: str) -> None:
          "model.group=b", "swell-engine-vllm:0.1.0"),
     ],
 )  # fmt: skip
-def test_engines_of_another_make_have_its_image_and_no_others_join_them(
-    sets: str, image: str
-) -> None:
+def test_engines_of_other_type_use_its_image_and_join_no_others(sets: str, image: str) -> None:
     manifests = render(None, *sets.split())
     name = "demo-swell-engine" + ("-a" if "previous" in sets else "")
     engines = find(manifests, "StatefulSet", name)
@@ -235,11 +233,11 @@ POOL = "inferencePool.enabled=true inferencePool.endpointPicker.name=epp"
         ("api.nodeSelector.pool=1", "nodeSelector.pool"),
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(sets: str, named: str) -> None:
+def test_invalid_values_are_refused_by_name(sets: str, named: str) -> None:
     assert named in refused(*sets.split())
 
 
-def test_large_numbers_of_a_values_file_reach_the_processes_as_they_stand(tmp_path: Path) -> None:
+def test_large_numbers_in_values_file_are_not_reformatted(tmp_path: Path) -> None:
     numbers = {"SWELL_KV_CACHE_MEMORY_BYTES": 40_000_000_000, "SWELL_GPU_MEMORY_UTILIZATION": 0.85}
     manifests = with_values(tmp_path, {"engine": {"env": numbers}})
     variables = environment(workload(manifests, "engine"))
@@ -248,7 +246,7 @@ def test_large_numbers_of_a_values_file_reach_the_processes_as_they_stand(tmp_pa
 
 
 @pytest.mark.parametrize("example", ["ingress-tls", "gateway"])
-def test_what_operators_read_is_not_published(example: str) -> None:
+def test_operator_paths_are_not_published(example: str) -> None:
     manifests = render(CHART / "examples" / f"{example}.yaml")
     published = set()
     for manifest in manifests:
@@ -263,14 +261,14 @@ def test_what_operators_read_is_not_published(example: str) -> None:
         assert not [each for each in published if path.startswith(each)], path
 
 
-def test_numbers_of_users_can_be_left_to_the_cluster(tmp_path: Path) -> None:
+def test_user_ids_can_be_assigned_by_cluster(tmp_path: Path) -> None:
     none = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
     for name, pod in pods(with_values(tmp_path, {"podSecurityContext": none})):
         assert not none.keys() & pod["securityContext"].keys(), name
         assert pod["securityContext"]["runAsNonRoot"], name
 
 
-def test_pods_that_never_were_well_do_not_block_the_drain_of_a_node() -> None:
+def test_unhealthy_pods_do_not_block_node_drain() -> None:
     manifests = render()
     budgets = [m["spec"] for m in manifests if m["kind"] == "PodDisruptionBudget"]
     assert {budget["unhealthyPodEvictionPolicy"] for budget in budgets} == {"AlwaysAllow"}
@@ -284,7 +282,7 @@ def test_every_priority_class_of_the_examples_is_created(values: Path | None) ->
     assert used == made
 
 
-def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> None:
+def test_coordinator_leaves_lost_node_within_seconds_and_is_rescheduled() -> None:
     manifests = render(None, "coordinator.priorityClass.create=true")
     pod = pod_of(manifests, "coordinator")
     waits = {
@@ -300,7 +298,7 @@ def test_a_coordinator_leaves_a_lost_node_within_seconds_and_finds_room() -> Non
     assert not [m for m in other if m["kind"] == "PriorityClass"]
 
 
-def test_the_defaults_need_no_rights_over_the_whole_cluster() -> None:
+def test_defaults_need_no_cluster_wide_permissions() -> None:
     assert not [
         m for m in render()
         if m["kind"] in ("PriorityClass", "ClusterRole", "ClusterRoleBinding", "Namespace")
@@ -355,7 +353,7 @@ own.resources.claims[gpu].name=gpu
 
 
 @COMPONENTS
-def test_a_component_takes_what_charts_usually_take_and_no_other_changes(
+def test_component_accepts_common_chart_values_and_others_are_unchanged(
     tmp_path: Path, component: str
 ) -> None:
     manifests = with_values(tmp_path, {component: USUAL})
@@ -430,7 +428,7 @@ def test_a_pool_has_an_api_server_beside_each_engine_for_the_endpoint_picker() -
 
 
 @pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])
-def test_the_inference_extension_takes_the_pool(mode: str) -> None:
+def test_inference_extension_accepts_the_pool(mode: str) -> None:
     import jsonschema
 
     file = Path(__file__).with_name("inferencepool.schema.json")
@@ -442,7 +440,7 @@ def test_the_inference_extension_takes_the_pool(mode: str) -> None:
         jsonschema.validate(pools[0], json.loads(file.read_text(encoding="utf-8")))
 
 
-def test_a_picker_of_its_own_chart_makes_the_pool() -> None:
+def test_endpoint_picker_of_separate_chart_creates_the_pool() -> None:
     settings = ("inferencePool.enabled=true", "inferencePool.create=false", "inferencePool.name=p")
     manifests = render(None, *settings, "api.route.enabled=true", "api.route.parentRefs[0].name=g")
     assert "InferencePool" not in {manifest["kind"] for manifest in manifests}
@@ -493,7 +491,7 @@ def test_pods_wait_for_the_job_that_fetches_the_model(tmp_path: Path) -> None:
     assert "claim" in refused("model.prefetch.enabled=true", "model.name=org/name")
 
 
-def test_the_fetching_job_has_its_own_variables_and_nodes_and_a_name_of_what_it_does() -> None:
+def test_fetch_job_has_own_variables_nodes_and_a_name_from_its_content() -> None:
     name, spec = fetch_job(
         "engine.gpus=1", "engine.nodeSelector.accelerator=h100", "engine.tolerations[0].key=gpu",
         "model.prefetch.env.HTTPS_PROXY=http://proxy:3128",
@@ -512,7 +510,7 @@ def test_the_fetching_job_has_its_own_variables_and_nodes_and_a_name_of_what_it_
     assert "org/old" in both["containers"][0]["args"][0], "its pods wait, too"
 
 
-def test_the_chart_makes_a_claim_that_all_pods_can_share() -> None:
+def test_chart_creates_a_volume_claim_shared_by_all_pods() -> None:
     storage = "model.claim.resources.requests.storage=200Gi"
     manifests = render(None, storage, "model.claim.storageClassName=files")
     claim = find(manifests, "PersistentVolumeClaim", "demo-swell-models")
@@ -532,14 +530,14 @@ def test_the_chart_makes_a_claim_that_all_pods_can_share() -> None:
     assert "model.volume" in refused(storage, "model.volume.emptyDir.medium=Memory")
 
 
-def test_other_objects_belong_to_the_release(tmp_path: Path) -> None:
+def test_extra_objects_are_templated_with_the_release(tmp_path: Path) -> None:
     other = {"apiVersion": "v1", "kind": "ConfigMap",
              "metadata": {"name": "{{ .Release.Name }}-own"}, "data": {"a": "b"}}  # fmt: skip
     made = find(with_values(tmp_path, {"extraObjects": [other]}), "ConfigMap", "demo-own")
     assert made["data"] == {"a": "b"}
 
 
-def test_threads_follow_what_an_engine_has_been_given_not_the_node(tmp_path: Path) -> None:
+def test_threads_follow_cpu_limit_of_engine_and_not_node(tmp_path: Path) -> None:
     def threads(**resources: dict[str, str] | None) -> Any:
         manifests = with_values(tmp_path, {"engine": {"resources": resources}})
         return environment(workload(manifests, "engine")).get("SWELL_THREADS")
@@ -551,7 +549,7 @@ def test_threads_follow_what_an_engine_has_been_given_not_the_node(tmp_path: Pat
     assert threads(limits=nothing, requests=nothing) is None  # type: ignore[arg-type]
 
 
-def test_engines_of_a_lost_node_start_elsewhere_where_they_are_a_deployment() -> None:
+def test_engines_in_deployment_restart_elsewhere_after_node_loss() -> None:
     manifests = render(None, "engine.kind=Deployment", "engine.updateStrategy.maxUnavailable=2")
     engine = find(manifests, "Deployment", "demo-swell-engine")
     validate(engine, "1.27")
@@ -569,7 +567,7 @@ def test_engines_of_a_lost_node_start_elsewhere_where_they_are_a_deployment() ->
     assert target["kind"] == "Deployment"
 
 
-def test_monitors_take_other_fields_of_their_endpoints(tmp_path: Path) -> None:
+def test_monitors_accept_extra_endpoint_fields(tmp_path: Path) -> None:
     drop = {"sourceLabels": ["__name__"], "regex": ".*_bucket", "action": "drop"}
     endpoint = {"scrapeTimeout": "10s", "relabelings": [{"targetLabel": "a"}],
                 "metricRelabelings": [drop]}  # fmt: skip
@@ -605,7 +603,7 @@ def test_proxies_reach_pods_that_serve_https() -> None:
     assert "appProtocol" not in plain["spec"]["ports"][0]
 
 
-def test_without_a_scrape_the_notes_say_that_nothing_scales(tmp_path: Path) -> None:
+def test_notes_warn_that_nothing_scales_without_scraping(tmp_path: Path) -> None:
     on = "engine.autoscaling.enabled=true"
     with fake_kubernetes(tmp_path) as (_, config):
         assert "nothing to go by" in install(config, on).stdout
@@ -614,7 +612,7 @@ def test_without_a_scrape_the_notes_say_that_nothing_scales(tmp_path: Path) -> N
         ).stdout  # fmt: skip
 
 
-def test_a_model_may_come_as_an_image() -> None:
+def test_model_can_be_an_image() -> None:
     image = "model.volume.image.reference=r.example/model:1"
     manifests = render(None, image, "model.readOnly=true", version="1.33")
     for component in ("api", "engine"):

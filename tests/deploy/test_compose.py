@@ -59,13 +59,13 @@ def test_both_endpoints_answer_from_the_host(compose: Compose) -> None:
         ("/ready", None, 200),
     ],
 )
-def test_each_key_opens_what_it_is_for(
+def test_each_key_grants_access_to_its_paths(
     compose: Compose, path: str, key: str | None, status: int
 ) -> None:
     assert fetch(f"{compose.url}{path}", key=key)[0] == status
 
 
-def test_the_charts_test_pod_finds_a_running_stack_in_order(compose: Compose) -> None:
+def test_chart_test_pod_passes_on_running_stack(compose: Compose) -> None:
     pod = next(m for m in render(None, f"apiKeys.value={API_KEY}") if m["kind"] == "Pod")
     (container,) = pod["spec"]["containers"]
     assert {entry["name"] for entry in container["env"]} == {"URL", "API_KEYS"}
@@ -78,7 +78,7 @@ def test_the_charts_test_pod_finds_a_running_stack_in_order(compose: Compose) ->
     assert "completion_tokens" in done.stdout
 
 
-def test_the_image_with_torch_holds_no_more_than_it_needs(compose: Compose) -> None:
+def test_image_with_torch_contains_nothing_unneeded(compose: Compose) -> None:
     size = int(compose.docker.inspect("swelltest-engine:test", "{{.Size}}")) / MEGABYTE
     print(f"engine: {size:.0f} MB")
     assert size < 1300
@@ -105,7 +105,7 @@ def test_images_without_torch_are_small(compose: Compose, kind: str, limit: int)
         ("server", "waiting for the coordinator"),
     ],
 )
-def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
+def test_single_container_reports_health_and_exits_at_sigterm(
     compose: Compose, kind: str, said: str
 ) -> None:
     docker, name = compose.docker, f"swelltest-alone-{kind}"
@@ -133,7 +133,7 @@ def test_an_image_alone_is_healthy_or_not_and_ends_at_sigterm(
 
 
 @pytest.mark.parametrize("service", ["coordinator", "engine", "api"])
-def test_processes_have_no_rights_they_do_not_need(compose: Compose, service: str) -> None:
+def test_processes_run_with_least_privileges(compose: Compose, service: str) -> None:
     (container, *_) = compose.containers(service)
     print(service, compose.docker.inspect(container, "{{.Image}} {{.State.StartedAt}}"))
     status = compose.docker.output("docker", "exec", container, "cat", "/proc/1/status")
@@ -166,7 +166,7 @@ def test_containers_become_healthy(compose: Compose) -> None:
             )
 
 
-def test_prometheus_has_the_series_of_both_engines_and_the_wave(compose: Compose) -> None:
+def test_prometheus_scrapes_series_of_both_engines_and_wave(compose: Compose) -> None:
     def engines() -> set[object]:
         series = query(compose, "swell_num_requests_running")
         return {entry["metric"]["engine"] for entry in series}  # type: ignore[index]
@@ -185,7 +185,7 @@ def test_prometheus_has_loaded_the_alert_rules(compose: Compose) -> None:
     until(lambda: health() == {"ok"}, "all rules are evaluated")
 
 
-def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
+def test_promtool_accepts_the_scrape(compose: Compose) -> None:
     metrics = compose.metrics()
     checked = subprocess.run(
         ["promtool", "check", "metrics"],
@@ -198,7 +198,7 @@ def test_promtool_finds_nothing_wrong_with_the_scrape(compose: Compose) -> None:
     assert checked.returncode in (0, 3)  # 3: findings of style alone
 
 
-def test_a_third_engine_is_picked_up(compose: Compose) -> None:
+def test_third_engine_joins_and_serves(compose: Compose) -> None:
     compose("up", "-d", "--no-recreate", "--scale", "engine=3", "engine")
     took = until(lambda: len(compose.engines_up()) == 3, "three engines")
     print(f"third engine after {took:.1f} s")
@@ -240,7 +240,7 @@ def test_replacing_every_engine_under_load_loses_no_request(compose: Compose) ->
 
 
 @pytest.mark.parametrize("service", ["engine", "api", "coordinator"])
-def test_a_stopped_container_ends_in_order_and_soon(compose: Compose, service: str) -> None:
+def test_stopped_container_exits_cleanly_and_quickly(compose: Compose, service: str) -> None:
     container = compose.containers(service)[-1]
     compose.docker.output("docker", "stop", "-t", "20", container)
     assert compose.docker.inspect(container, "{{.State.ExitCode}}") == "0"

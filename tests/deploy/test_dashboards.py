@@ -28,11 +28,11 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_dashboard_is_what_the_script_writes() -> None:
+def test_dashboard_file_equals_script_output() -> None:
     assert TARGET.read_text(encoding="utf-8") == render(), "run scripts/write_dashboard.py"
 
 
-def test_panels_are_numbered_apart_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -67,7 +67,7 @@ def test_prometheus_of_the_compose_file_reads_its_configuration(tmp_path: Path) 
     assert "SUCCESS" in promtool("check", "config", str(configured))
 
 
-def test_every_alert_fires_and_is_silent_in_a_test_and_says_what_to_do() -> None:
+def test_every_alert_has_firing_and_silent_tests_and_instructions() -> None:
     rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
     alerts = {
         rule["alert"]: rule

@@ -68,7 +68,7 @@ def of_label(name: str) -> dict[str, Any]:
         ("inferencePool.enabled=true", "inferencePool.endpointPicker.name=picker"),
     ],
 )  # fmt: skip
-def test_the_controller_takes_the_set_and_kubernetes_its_pods(
+def test_controller_accepts_the_set_and_kubernetes_its_pods(
     settings: tuple[str, ...], version: str
 ) -> None:
     import jsonschema
@@ -85,7 +85,7 @@ def test_the_controller_takes_the_set_and_kubernetes_its_pods(
         validate(whole, version)
 
 
-def test_the_pod_that_leads_is_the_engine_and_the_others_find_it() -> None:
+def test_leader_pod_is_the_engine_and_others_find_it() -> None:
     spec = engines(values=EXAMPLE)["spec"]
     assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (2, 2)
     assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None", "the others wait"
@@ -110,7 +110,7 @@ def test_the_pod_that_leads_is_the_engine_and_the_others_find_it() -> None:
     assert leader["metadata"]["labels"] == worker["metadata"]["labels"]
 
 
-def test_stages_and_parts_of_layers_fill_the_gpus_of_all_nodes() -> None:
+def test_pipeline_stages_and_tensor_shards_use_all_gpus_of_nodes() -> None:
     def layout(*settings: str) -> tuple[str, str]:
         found = environment(engines("engine.nodes=2", *settings))
         return found[STAGES], found.get("SWELL_TENSOR_PARALLEL_SIZE", "1")
@@ -133,7 +133,7 @@ def test_stages_and_parts_of_layers_fill_the_gpus_of_all_nodes() -> None:
         ("engine.leaderWorkerSet=true", "leaderWorkerSet"),
     ],
 )
-def test_what_engines_of_several_nodes_cannot_do_is_refused_by_name(
+def test_unsupported_settings_of_multi_node_engines_are_refused_by_name(
     setting: str, named: str
 ) -> None:
     assert named in refused("engine.nodes=2", setting)
@@ -148,7 +148,7 @@ def test_the_autoscaler_scales_the_set() -> None:
     assert "replicas" not in find(manifests, SET, "demo-swell-engine")["spec"]
 
 
-def test_an_inference_gateway_sends_to_the_pods_that_lead() -> None:
+def test_inference_gateway_sends_to_leader_pods() -> None:
     pool = ("inferencePool.enabled=true", "inferencePool.endpointPicker.name=picker")
     manifests = render(None, "engine.nodes=2", *pool)
     leader, worker = templates(find(manifests, SET, "demo-swell-engine"))
@@ -159,7 +159,7 @@ def test_an_inference_gateway_sends_to_the_pods_that_lead() -> None:
     assert chosen["spec"]["selector"]["matchLabels"][index] == "0"
 
 
-def test_a_model_of_several_nodes_takes_the_place_of_one_that_has_one(tmp_path: Path) -> None:
+def test_multi_node_model_replaces_single_node_model(tmp_path: Path) -> None:
     before = ("model.name=small",)
     large = ("model.name=large", "model.group=next", "engine.nodes=2")
     both = (*large, "previous.model.name=small", "previous.engine.nodes=1")
@@ -245,9 +245,7 @@ def as_started(
     return found
 
 
-def test_the_pods_of_a_set_serve_together_and_one_that_ends_is_waited_for(
-    network: Network, tmp_path: Path
-) -> None:
+def test_pods_of_set_serve_together_and_wait_for_lost_pod(network: Network, tmp_path: Path) -> None:
     settings = ("engine.nodes=2", "engine.env.SWELL_DTYPE=float32", "engine.replicas=1")
     leader_pod, worker_pod = templates(engines(*settings))
     head, near = network.address(HEAD), network.address(NEAR)

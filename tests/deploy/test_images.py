@@ -27,7 +27,7 @@ def running() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_traces_of_requests_leave_the_image(project: Compose, running: ExitStack) -> None:
+def test_request_traces_are_exported_from_image(project: Compose, running: ExitStack) -> None:
     fleet = Fleet(project.docker, running, (), ("--insecure-cluster",))
     # The container network's gateway is this machine.
     collector = running.enter_context(closing(Collector(f"{SUBNET}.1")))
@@ -49,7 +49,7 @@ def test_traces_of_requests_leave_the_image(project: Compose, running: ExitStack
     assert attributes["gen_ai.usage.completion_tokens"] == 2
 
 
-def test_responses_can_be_kept_in_a_database(project: Compose) -> None:
+def test_responses_can_be_stored_in_a_database(project: Compose) -> None:
     found = project.docker.run(
         "docker", "run", "--rm", "--entrypoint", "python3", "swelltest-server:test", "-c",
         "import psycopg; assert psycopg.pq.__impl__ == 'binary'",
@@ -58,7 +58,7 @@ def test_responses_can_be_kept_in_a_database(project: Compose) -> None:
 
 
 @pytest.mark.parametrize("kind", ["server", "engine", "coordinator"])
-def test_doctor_finds_nothing_missing_in_an_image(project: Compose, kind: str) -> None:
+def test_doctor_passes_in_image(project: Compose, kind: str) -> None:
     report = project.docker.run(
         "docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", "--memory", "3g",
         "--entrypoint", "swell", f"swelltest-{kind}:test", "doctor",
@@ -68,9 +68,7 @@ def test_doctor_finds_nothing_missing_in_an_image(project: Compose, kind: str) -
     assert needed is None or f"ok    {needed}" in report.stdout, report.stdout
 
 
-def test_the_chart_pulls_what_has_been_pushed(
-    project: Compose, running: ExitStack, tmp_path: Path
-) -> None:
+def test_chart_pulls_the_pushed_image(project: Compose, running: ExitStack, tmp_path: Path) -> None:
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("no registry is installed (Debian: docker-registry)")

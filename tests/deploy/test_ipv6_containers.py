@@ -83,7 +83,7 @@ def pods(project: Compose) -> Iterator[Pods]:
         yield Pods(project.docker, running)
 
 
-def test_containers_serve_where_there_is_ipv6_alone(pods: Pods, project: Compose) -> None:
+def test_containers_serve_on_ipv6_only_network(pods: Pods, project: Compose) -> None:
     trusting = {"SWELL_INSECURE_CLUSTER": "true"}
     join = ("--coordinator", f"{COORDINATOR}:7550")
     coordinator, _ = pods.start(("coordinator",), {**trusting, "SWELL_ADVERTISE_HOST": COORDINATOR})

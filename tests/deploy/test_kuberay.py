@@ -24,7 +24,7 @@ def manifests() -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 
-def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
+def test_kuberay_accepts_the_job_and_kubernetes_its_pods() -> None:
     import jsonschema
 
     found = manifests()
@@ -42,7 +42,7 @@ def test_kuberay_takes_the_job_and_kubernetes_its_pods() -> None:
     assert found["Service"]["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_service_comes_back_guarded_after_its_head_is_lost() -> None:
+def test_service_recovers_with_keys_after_loss_of_its_head() -> None:
     spec = manifests()["RayJob"]["spec"]
     assert spec["backoffLimit"] >= 1000, "each retry is a new cluster with a new head"
     words = shlex.split(spec["entrypoint"])
@@ -56,7 +56,7 @@ def test_the_service_comes_back_guarded_after_its_head_is_lost() -> None:
         assert not pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"]
 
 
-def test_the_entrypoint_has_flags_that_there_are() -> None:
+def test_entrypoint_uses_existing_flags() -> None:
     words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
     assert words[:2] == ["swell", "serve"]
     flags = {setting.flag for setting in settings_of(ServeConfig)}

@@ -86,13 +86,13 @@ def opener(server: Server) -> Opener:  # noqa: F405
     return partial(opened, server.url)
 
 
-def test_all_front_ends_may_open_it_at_once(opener: Opener) -> None:  # noqa: F405
+def test_all_front_ends_can_open_database_at_once(opener: Opener) -> None:  # noqa: F405
     with ThreadPoolExecutor(8) as pool:
         for backend in pool.map(lambda _: opener(100_000, DAY), range(8)):  # noqa: F405
             backend.close()
 
 
-def test_it_is_used_again_when_it_was_started_again(
+def test_store_works_again_after_database_restart(
     server: Server,
     opener: Opener,  # noqa: F405
 ) -> None:
@@ -114,14 +114,14 @@ def test_it_is_used_again_when_it_was_started_again(
     store.close()
 
 
-def test_names_that_it_cannot_hold_are_unknown(opener: Opener) -> None:  # noqa: F405
+def test_ids_that_database_cannot_store_are_unknown(opener: Opener) -> None:  # noqa: F405
     store = opener(100_000, DAY)  # noqa: F405
     assert store.get("a", "r\0") is None
     assert not store.delete("a", "r\0")
     store.close()
 
 
-def test_front_ends_of_several_nodes_share_it(server: Server) -> None:
+def test_front_ends_of_several_nodes_share_database(server: Server) -> None:
     arguments = (
         "--log-level", "warning", "--api-server-count", "1", "--data-parallel-size", "1",
         "--executor", "simulated", "--response-store", server.url,
@@ -140,7 +140,7 @@ def test_front_ends_of_several_nodes_share_it(server: Server) -> None:
         assert httpx.get(f"{other.url}/v1/responses/{id_}", timeout=60).status_code == 404
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_absent_database_server_is_named() -> None:
     (port,) = free_ports(1)
     with pytest.raises(OSError, match="response store cannot be used"):
         PostgresDatabase(f"postgresql://swell:secret@127.0.0.1:{port}/x")

@@ -30,7 +30,7 @@ def test_every_image_is_a_stage_of_the_dockerfile_with_arguments_that_it_has() -
         assert not name or f"ARG {name}" in DOCKERFILE
 
 
-def test_the_chart_names_no_image_that_is_not_published() -> None:
+def test_chart_names_only_published_images() -> None:
     published = {image["image"] for image in matrix()}
     for path in (CHART / "values.yaml", *EXAMPLES):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def test_the_chart_is_packaged_with_the_version(tmp_path: Any) -> None:
     assert "swell-server:9.8.7" in done.stdout
 
 
-def test_actions_are_pinned_and_what_is_published_is_signed() -> None:
+def test_actions_are_pinned_and_artifacts_are_signed() -> None:
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         for job in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values():
             for step in job["steps"]:

@@ -84,7 +84,7 @@ class Engines:
         return [[int(n.rpartition("-")[2]) for n in each] for each in self.state["deleted"]]
 
 
-def test_engines_go_several_at_a_time_from_the_highest_down(tmp_path: Path) -> None:
+def test_engines_are_replaced_in_batches_from_highest_number(tmp_path: Path) -> None:
     engines = Engines(tmp_path, replicas=5)
     done = engines.replace(2)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_engines_go_several_at_a_time_from_the_highest_down(tmp_path: Path) -> N
     assert "5 engines replaced" in done.stdout
 
 
-def test_a_version_that_does_not_get_ready_stops_it_after_the_first_ones(tmp_path: Path) -> None:
+def test_replacement_stops_after_first_batch_if_version_is_not_ready(tmp_path: Path) -> None:
     engines = Engines(tmp_path, replicas=6)
     engines.never_ready(5)
     done = engines.replace(2, seconds=1)
@@ -102,7 +102,7 @@ def test_a_version_that_does_not_get_ready_stops_it_after_the_first_ones(tmp_pat
     assert engines.batches == [[5, 4]]
 
 
-def test_it_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_replacement_resumes_with_remaining_engines(tmp_path: Path) -> None:
     engines = Engines(tmp_path, replicas=4, updated=3)
     assert engines.replace(2).returncode == 0
     assert engines.batches == [[0]]
@@ -113,7 +113,7 @@ def test_it_goes_on_with_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["llm", NAME], ["llm", NAME, "0"]])
-def test_without_what_it_needs_it_says_how_it_is_used(arguments: list[str]) -> None:
+def test_missing_arguments_print_usage(arguments: list[str]) -> None:
     done = subprocess.run(
         ["sh", str(SCRIPT), *arguments],
         capture_output=True, text=True, timeout=PATIENCE, check=False,

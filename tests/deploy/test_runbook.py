@@ -49,7 +49,7 @@ def rendered(*sets: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_flag_of_ours_is_a_setting(page: str) -> None:
+def test_every_swell_flag_is_a_setting(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = {
         flag
@@ -80,7 +80,7 @@ def test_every_value_that_a_page_names_is_one_of_the_charts(page: str) -> None:
             at = at[part]
 
 
-def test_what_kubectl_is_asked_for_is_in_the_chart() -> None:
+def test_objects_in_kubectl_commands_are_in_the_chart() -> None:
     manifests = rendered("engine.updateStrategy.type=OnDelete")
     components = {
         manifest["metadata"]["labels"].get("app.kubernetes.io/component") for manifest in manifests
@@ -110,7 +110,7 @@ def kubectl_lines() -> list[list[str]]:
     return [list(words) for words in sorted(found)]
 
 
-def test_kubectl_takes_every_line_as_far_as_it_gets_without_a_server() -> None:
+def test_kubectl_parses_every_command() -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     lines = kubectl_lines()
@@ -124,7 +124,7 @@ def test_kubectl_takes_every_line_as_far_as_it_gets_without_a_server() -> None:
         assert re.search(r"127\.0\.0\.1:1\b.*refused", done.stdout), (words, done.stdout)
 
 
-def test_kubectl_asks_in_the_namespace_of_the_release() -> None:
+def test_kubectl_commands_use_namespace_of_release() -> None:
     of_the_cluster = {"create namespace", "drain NODE", "get nodes", "taint nodes"}
     for words in kubectl_lines():
         assert words[:2] == ["-n", "llm"] or " ".join(words[:2]) in of_the_cluster, words
@@ -137,7 +137,7 @@ def helm_lines(page: str) -> list[list[str]]:
     return [words[1:] for words in lines if words[:1] == ["helm"] and len(words) > 2]
 
 
-def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
+def test_helm_runs_commands_of_both_pages(tmp_path: Path) -> None:
     (tmp_path / "helm").symlink_to(ROOT / "helm")
     for name in ("values.yaml", "my-values.yaml"):
         (tmp_path / name).write_text("model: {name: A}\n", encoding="utf-8")
@@ -160,14 +160,14 @@ def test_helm_does_what_both_pages_have_typed(tmp_path: Path) -> None:
     assert len(typed) > 5
 
 
-def test_values_that_helm_is_told_to_set_are_taken() -> None:
+def test_values_in_helm_commands_are_accepted() -> None:
     settings = re.findall(r"--set ([\w.]+)=N\b", RUNBOOK)
     assert "engine.replicas" in settings
     for path in settings:
         rendered(f"{path}=3")
 
 
-def test_messages_to_look_for_are_said() -> None:
+def test_quoted_log_messages_exist_in_sources() -> None:
     sources = "".join(
         path.read_text(encoding="utf-8")
         for folder in ("coordinator", "engine", "server")

@@ -188,7 +188,7 @@ def cluster(network: Network, tmp_path: Path) -> Iterator[Cluster]:
 SIMULATED = ("--executor", "simulated", "--simulated-step-us", "10000")
 
 
-def test_engines_of_two_nodes_serve_the_third(cluster: Cluster) -> None:
+def test_engines_on_two_nodes_serve_front_end_on_third(cluster: Cluster) -> None:
     cluster.engine(NEAR, 0, *SIMULATED)
     cluster.engine(FAR, 1, *SIMULATED)
     cluster.wait_for_engines(0, 1)

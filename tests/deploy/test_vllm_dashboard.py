@@ -244,7 +244,7 @@ def test_series_by_engine_come_from_every_engine(monitored: Monitored) -> None:
             assert len(values) == ENGINES * (2 if "_by_reason" in query.expression else 1), query
 
 
-def test_what_engines_and_front_ends_count_agrees_at_rest(monitored: Monitored) -> None:
+def test_counters_of_engines_and_front_ends_agree_when_idle(monitored: Monitored) -> None:
     until(lambda: monitored.total("num_requests_running") == 0, "the engines rest")
 
     def is_told() -> bool:
@@ -266,7 +266,7 @@ def test_what_engines_and_front_ends_count_agrees_at_rest(monitored: Monitored) 
     assert cached == monitored.total("prompt_tokens_cached_total")
 
 
-def test_the_check_reads_panels_in_rows_and_says_what_lacks(monitored: Monitored) -> None:
+def test_check_reads_nested_panels_and_reports_missing_data(monitored: Monitored) -> None:
     panel = {"title": "a", "targets": [{"expr": "vllm:nothing[${range}"}, {"refId": "B"}]}
     queries = list(queries_of([{"type": "row", "panels": [panel]}]))
     assert queries == [Query("a", "vllm:nothing[${range}")]
@@ -277,7 +277,7 @@ def test_the_check_reads_panels_in_rows_and_says_what_lacks(monitored: Monitored
     assert substitute("$a ${b:regex}", {"a": "1", "b": "2"}) == "1 2"
 
 
-def test_every_panel_of_the_own_dashboard_asks_for_what_there_is(monitored: Monitored) -> None:
+def test_every_panel_of_swell_dashboard_queries_existing_series(monitored: Monitored) -> None:
     own = json.loads(TARGET.read_text(encoding="utf-8"))["panels"]
     asked = [
         Query(each.panel, each.expression.replace("swell_", "vllm:")) for each in queries_of(own)

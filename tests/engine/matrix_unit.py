@@ -104,4 +104,4 @@ def _call(builder: Any, name: str, _result: Any, *arguments: Any) -> None:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make newly compiled kernels use the software unit; they are not cached."""
     monkeypatch.setattr(amx, "call", _call)
-    monkeypatch.setattr(compiling, "_kept_directory", lambda: None)
+    monkeypatch.setattr(compiling, "_cache_directory", lambda: None)

@@ -41,7 +41,7 @@ def decode(step: int, slot: int, position: int) -> BatchPlan:
     return BatchPlan(step, [], [], [slot], [position], [1], [True])
 
 
-def test_without_settings_it_has_a_cache_and_a_vocabulary() -> None:
+def test_simulated_executor_has_default_cache_and_vocabulary() -> None:
     info = SimulatedExecutor(EngineConfig(), timing="virtual").info
     assert (info.num_kv_blocks, info.max_model_len, info.vocab_size) == (4096, 4096, 32_000)
     assert info.eos_token_ids == ()
@@ -95,7 +95,7 @@ def test_a_decode_at_the_wrong_position_is_noticed(position: int) -> None:
         run.submit(decode(2, 0, position))
 
 
-def test_a_block_that_a_step_in_flight_writes_must_not_change_hands() -> None:
+def test_block_written_by_step_in_flight_must_not_be_reassigned() -> None:
     run = executor()
     pending = run.submit(start(1, 0, [1, 2, 3], [5]))
     with pytest.raises(AssertionError, match="written by slot 0"):
@@ -104,7 +104,7 @@ def test_a_block_that_a_step_in_flight_writes_must_not_change_hands() -> None:
     run.submit(start(3, 2, [1, 2, 3], [6])).result()
 
 
-def test_a_slot_that_a_step_in_flight_uses_must_not_change_hands() -> None:
+def test_slot_used_by_step_in_flight_must_not_be_reassigned() -> None:
     run = executor()
     run.submit(start(1, 0, [1, 2, 3], [5]))
     with pytest.raises(AssertionError, match="slot 0 is in use"):

@@ -269,7 +269,7 @@ class Engine(Process):
             self._sender.send_failure(EngineDead(self.rank, self.incarnation, str(error)))
             self.leave()
             return
-        self._goes_on()
+        self._end_turn()
         if not self.is_busy:
             self._turn_after(self._loop.wait)
 
@@ -284,7 +284,7 @@ class Engine(Process):
             return
         self.is_busy = False
         self._loop.computed(step)
-        self._goes_on()
+        self._end_turn()
         if not self.is_busy:
             self._turn()
 
@@ -297,7 +297,7 @@ class Engine(Process):
         self.is_busy = False
         self._turn()
 
-    def _goes_on(self) -> None:
+    def _end_turn(self) -> None:
         """Handle what a turn has left: stats held back, or the end of the loop."""
         if self._sender.has_pending:
             self.after(LATE_INTERVAL, self._sender.send_pending)

@@ -308,7 +308,7 @@ def named(parts: Parts) -> str:
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS, ids=named)
-def test_a_broken_recovery_is_found(mutant: Parts) -> None:
+def test_broken_recovery_is_detected(mutant: Parts) -> None:
     first = FOUND_BY.get(named(mutant), 0)
     is_found = any(run_seeds([(first + n) % ENOUGH], mutant) for n in range(ENOUGH))
     assert is_found, f"{ENOUGH} schedules did not find it"

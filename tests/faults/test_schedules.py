@@ -17,12 +17,12 @@ CHUNK = 50
     "first",
     [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(CHUNK, SCHEDULES, CHUNK))],
 )
-def test_every_promise_is_kept_in_every_schedule(first: int) -> None:
+def test_all_invariants_hold_in_every_schedule(first: int) -> None:
     failures = run_seeds(range(first, first + CHUNK))
     assert not failures, "\n".join(map(str, failures[:10]))
 
 
-def test_blocks_travel_and_some_do_not_arrive() -> None:
+def test_blocks_are_transferred_with_some_lost() -> None:
     hits = failures = 0
     for seed in [each for each in range(60) if draw_plan(each).splits]:
         world = World(draw_plan(seed), Parts())
@@ -35,12 +35,12 @@ def test_blocks_travel_and_some_do_not_arrive() -> None:
     assert failures > 3
 
 
-def test_a_schedule_is_the_same_in_every_run() -> None:
+def test_schedules_are_deterministic() -> None:
     assert draw_plan(11) == draw_plan(11)
     assert draw_plan(11) != draw_plan(12)
 
 
-def test_schedules_hold_every_fault_and_every_kind_of_request() -> None:
+def test_schedules_cover_every_fault_and_kind_of_request() -> None:
     plans = [draw_plan(seed) for seed in range(300)]
     assert {fault.kind for plan in plans for fault in plan.faults} == set(KINDS)
     asks = [ask for plan in plans for ask in plan.asks]

@@ -31,7 +31,7 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
     return trial.rows
 
 
-def test_requests_patterns_and_grammars_of_anybody_cost_no_more_than_their_share() -> None:
+def test_requests_patterns_and_grammars_of_any_client_have_bounded_cost() -> None:
     trial = Trial(bystanders=0)
     made = rows(
         trial,
@@ -42,17 +42,17 @@ def test_requests_patterns_and_grammars_of_anybody_cost_no_more_than_their_share
     assert found["69 KB of optional letters"].startswith("400, ")
 
 
-def test_inputs_of_anybody_cost_no_more_than_their_share() -> None:
+def test_inputs_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
     rows(trial, lambda: chain(trial.inputs(), trial.fields(0.01, paths=VALID_INPUTS)))
 
 
-def test_connections_of_anybody_cost_no_more_than_their_share() -> None:
+def test_connections_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, bystanders=0)
     rows(trial, lambda: chain(trial.connections(), trial.upgrades()))
 
 
-def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
+def test_requests_with_a_key_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
 
     def attacks() -> Iterator[str]:
@@ -62,7 +62,7 @@ def test_requests_with_a_key_cost_no_more_than_their_share() -> None:
     rows(trial, attacks)
 
 
-def test_of_a_stranger_nothing_is_read() -> None:
+def test_bodies_of_clients_without_key_are_not_read() -> None:
     trial = Trial(*SIMULATED, key=KEY, with_key=False, bystanders=0)
     for row in rows(trial, lambda: chain(trial.large(0.1), trial.shown())):
         if not row.name.startswith("GET "):

@@ -80,7 +80,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize("name", AGREEING)
-def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_log_probabilities_equal_transformers(name: str, tmp_path: Path) -> None:
     outcome = compare(case(name, *AGREEING[name]), tmp_path)
     assert outcome.kind == "agrees", outcome.detail
 

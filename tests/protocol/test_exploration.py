@@ -18,13 +18,13 @@ QUICK = {"3 engines, 1 request", "a gather in every 2nd step", "held and resumed
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALL]
 )
-def test_every_interleaving_ends_well(name: str) -> None:
+def test_every_interleaving_reaches_a_good_end(name: str) -> None:
     result = check(SMALL[name])
     print(f"{name}: {result}")
     assert result.problem is None, result.problem
 
 
-def test_states_that_look_alike_are_visited_once() -> None:
+def test_equivalent_states_are_visited_once() -> None:
     one, two = (explore(World(Setup(front_ends=number))).states for number in (1, 2))
     assert one == two, "with one request it does not matter which of two front ends sends it"
 
@@ -56,7 +56,7 @@ def test_the_explorer_accepts_a_loop_that_can_be_left() -> None:
     assert found(Maze(_0=(1,), _1=(0, 9))) is None
 
 
-def test_the_explorer_finds_a_violation_by_the_shortest_way() -> None:
+def test_explorer_finds_shortest_path_to_violation() -> None:
     maze = Maze(_0=(1, 2), _1=(3,), _2=(7, 9), _3=(7,))
     assert found(maze) == ("violation", [("go", 2)])
 
@@ -65,7 +65,7 @@ def test_the_explorer_finds_a_dead_end() -> None:
     assert found(Maze(_0=(1, 9), _1=(2,))) == ("no way to the end", [("go", 1)])
 
 
-def test_the_explorer_finds_a_loop_without_a_way_out() -> None:
+def test_explorer_finds_inescapable_loop() -> None:
     assert found(Maze(_0=(1, 9), _1=(2,), _2=(1,))) == ("no way to the end", [("go", 1)])
 
 
@@ -73,6 +73,6 @@ def test_the_explorer_finds_an_end_that_does_not_last() -> None:
     assert found(Maze(_0=(9,), _9=(1,), _1=(9,))) == ("no way to the end", [])
 
 
-def test_the_explorer_distinguishes_a_final_state_from_one_that_is_left() -> None:
+def test_explorer_distinguishes_final_from_transient_states() -> None:
     maze = Maze(_0=(9, 8), _8=(9,))
     assert found(maze) is None

@@ -308,8 +308,8 @@ class EndsInOneGather(EngineWave):
 
     def landed(self) -> None:
         super().landed()
-        if self._settles and not self._in_flight:
-            self._settles = False
+        if self._must_land and not self._in_flight:
+            self._must_land = False
             self._stop(self._judged)
 
 
@@ -415,20 +415,22 @@ pytestmark = pytest.mark.mutants
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_unbroken_protocol_passes_where_the_mutants_fail(name: str) -> None:
+def test_unmodified_protocol_passes_setups_of_mutants(name: str) -> None:
     result = explore(World(CONFIGURATIONS[name]))
     assert result.problem is None, result.problem
 
 
 @pytest.mark.parametrize(("mutant", "setup", "what"), COORDINATORS, ids=named)
-def test_a_broken_coordinator_is_found(mutant: type[LockstepWave], setup: Setup, what: str) -> None:
+def test_broken_coordinator_is_detected(
+    mutant: type[LockstepWave], setup: Setup, what: str
+) -> None:
     problem = explore(World(replace(setup, coordinator=mutant))).problem
     assert problem is not None
     assert re.search(what, f"{problem.kind}: {problem.text}"), problem
 
 
 @pytest.mark.parametrize(("mutant", "setup", "what"), ENGINES, ids=named)
-def test_a_broken_engine_is_found(mutant: type[EngineWave], setup: Setup, what: str) -> None:
+def test_broken_engine_is_detected(mutant: type[EngineWave], setup: Setup, what: str) -> None:
     problem = explore(World(replace(setup, engine=mutant))).problem
     assert problem is not None
     assert re.search(what, f"{problem.kind}: {problem.text}"), problem

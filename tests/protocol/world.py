@@ -173,7 +173,7 @@ class World:
         yield ("engine restarts", number), self._replaced(state, number)
         if state[0][number].inside is not None:
             return
-        rank = self._go_on(state[0][number])
+        rank = self._advance(state[0][number])
         others = [other for other in range(len(state[0])) if other != number]
         inside = [each.inside for each in (rank, *(state[0][other] for other in others))]
         if None in inside or inside[0][0] == "join" or len({kind for kind, *_ in inside}) > 1:
@@ -269,7 +269,7 @@ class World:
             if self.setup.max_in_flight > 1 and self._may_land(state[0], number):
                 yield ("land", number), self._complete(self._land(state, number))
             return
-        rank = self._go_on(state[0][number])
+        rank = self._advance(state[0][number])
         if rank.inside is None:
             if rank != state[0][number]:
                 yield ("settle", number), with_rank(state, number, rank)
@@ -278,7 +278,7 @@ class World:
         self._check_company(state[0], number)
         yield ("enter", number, rank.inside), self._complete(state)
 
-    def _go_on(self, rank: Rank) -> Rank:
+    def _advance(self, rank: Rank) -> Rank:
         """Advance the rank until it waits for others, or for messages."""
         while True:
             rank, action = self._act(rank)
@@ -352,7 +352,7 @@ class World:
         if self.setup.max_in_flight == 1:
             rank = rank._replace(newest=-1)  # all others leave the step too
         if not drains:
-            rank = self._go_on(rank)
+            rank = self._advance(rank)
         state = (*state[:3], rest._replace(done=rest.done + ended))
         state = with_rank(state, number, rank)
         self._check_ended(state[0])
@@ -405,7 +405,7 @@ class World:
         rank, _ = self._apply(rank, ("gathered", table), lambda e: e.gathered(table))
         _, action = self._act(rank)
         if isinstance(action, Step | Land):
-            return self._go_on(rank)
+            return self._advance(rank)
         return rank._replace(inside=None)
 
     def _take(self, state: State, number: int) -> Iterator[tuple[Label, State]]:

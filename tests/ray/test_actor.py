@@ -29,7 +29,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_an_actor_that_nobody_asks_ends(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_without_polls_exits(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_module, "POLL_TIMEOUT", 0.005)
 
     async def body() -> None:
@@ -40,7 +40,7 @@ def test_an_actor_that_nobody_asks_ends(ends: list[int], monkeypatch: pytest.Mon
     assert ends == [1]
 
 
-def test_one_that_is_asked_lives_and_answers_when_there_is_nothing(
+def test_polled_actor_lives_and_answers_without_events(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor_module, "POLL_TIMEOUT", float("inf"))

@@ -55,7 +55,7 @@ def phases(stack: RunningStack) -> dict[str, str]:
     return found
 
 
-def test_each_node_answers_for_all_engines_and_comes_back(stack: RunningStack) -> None:
+def test_each_node_serves_all_engines_and_recovers(stack: RunningStack) -> None:
     expected = {"api 0": "ready"} | {f"api on {node}": "ready" for node in WHERE}
     assert phases(stack) == expected
     for node in WHERE:
@@ -73,7 +73,7 @@ def test_each_node_answers_for_all_engines_and_comes_back(stack: RunningStack) -
         complete(url(stack, node), "Act", 2)
 
 
-def test_hybrid_ones_balance_over_their_nodes_engines_and_an_external_one_has_one(
+def test_hybrid_servers_balance_over_their_node_and_external_ones_have_one_engine(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     key = tmp_path / "cluster.key"
@@ -103,7 +103,7 @@ def answers_with(there: str, ranks: set[str]) -> None:
     until(lambda: uses(there) == ranks, "they are used")
 
 
-def test_one_on_a_lost_node_is_left_and_one_on_a_node_without_engines_drains() -> None:
+def test_server_on_lost_node_is_abandoned_and_one_without_engines_drains() -> None:
     """Clients of the others notice nothing; those of one that drains get what they asked for."""
     flags = ("--ray-dp-pack-strategy", "fill", "--api-server-placement", "every-node")
     slow = ("--executor", "simulated", "--simulated-step-us", "3000")

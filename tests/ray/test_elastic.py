@@ -42,7 +42,7 @@ def test_scaling_under_load_fails_no_request(nodes: Nodes, stack: RunningStack) 
     load.check()
 
 
-def test_engines_without_room_wait_until_there_is_some_or_they_are_not_wanted(
+def test_engines_without_resources_wait_until_available_or_scaled_down(
     nodes: Nodes, stack: RunningStack
 ) -> None:
     def waiting() -> list[str]:

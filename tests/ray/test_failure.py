@@ -82,7 +82,7 @@ def check_same(todo: list[Request], calm: list[Answer], stormy: list[Answer]) ->
 
 
 @pytest.mark.parametrize("how", ["engine", "worker process of the actor"])
-def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> None:
+def test_rank_is_restarted_after_death_of_any_part(nodes: Nodes, how: str) -> None:
     flags = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
     with serve(nodes, *SIMULATED, *flags) as stack:
         before = {each.pid for each in engines()}
@@ -95,7 +95,7 @@ def test_a_rank_is_filled_again_whatever_of_it_died(nodes: Nodes, how: str) -> N
     until(lambda: is_empty(nodes), "nothing is left")
 
 
-def test_engines_end_when_their_supervisor_stands_still_and_come_back_with_it(
+def test_engines_exit_with_stalled_supervisor_and_return_with_it(
     nodes: Nodes,
 ) -> None:
     """Ray takes it for alive, as it does one on the other side of a broken network."""
@@ -118,7 +118,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def test_nothing_is_left_of_a_supervisor_that_was_killed_and_another_starts(nodes: Nodes) -> None:
+def test_killed_supervisor_leaves_nothing_and_can_be_restarted(nodes: Nodes) -> None:
     flags = (*SIMULATED, "--data-parallel-size-local", "2")
     with serve(nodes, *flags) as stack:
         until(lambda: len(nodes.groups()) == len(engines()) == 2, "both engines have started")

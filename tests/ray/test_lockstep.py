@@ -21,7 +21,7 @@ def texts(stack: RunningStack) -> list[str]:
         return list(clients.map(lambda prompt: complete(stack.url, prompt, 40), PROMPTS))
 
 
-def test_a_lockstep_group_over_two_nodes_counts_waves_and_says_what_one_engine_does(
+def test_lockstep_group_over_two_nodes_counts_waves_and_answers_like_one_engine(
     nodes: Nodes,
 ) -> None:
     plain = ("--data-parallel-size", "1", "--dtype", "float32", "--api-server-count", "1")

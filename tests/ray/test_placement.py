@@ -44,7 +44,7 @@ def leaves_nothing(nodes: Nodes) -> Iterator[None]:
     ],
     ids=["strict", "fill", "fill with one on the head", "span", "strict with two processes"],
 )  # fmt: skip
-def test_ranks_are_placed_as_the_strategy_says(
+def test_ranks_are_placed_according_to_strategy(
     nodes: Nodes, flags: tuple[str, ...], expected: list[int]
 ) -> None:
     size = () if "--data-parallel-size" in flags else ("--data-parallel-size", "4")
@@ -149,7 +149,7 @@ def test_the_gpus_of_all_bundles_of_a_group_are_found() -> None:
     assert "found" in done.stdout, done.stderr
 
 
-def test_with_strict_packing_an_engine_that_is_added_goes_where_there_is_room(
+def test_added_engine_with_strict_packing_goes_to_free_node(
     nodes: Nodes,
 ) -> None:
     with serve(nodes, *SIMULATED, "--data-parallel-size", "2") as stack:
@@ -195,7 +195,7 @@ def refused(*flags: str) -> str:
     return done.stderr
 
 
-def test_too_few_resources_are_refused_with_what_is_needed_and_free(nodes: Nodes) -> None:
+def test_too_few_resources_are_refused_with_needed_and_free(nodes: Nodes) -> None:
     flags = (*SIMULATED, "--ray-address", nodes.address, "--data-parallel-size", "4")
     told = refused(*flags, "--threads", "2", "--ray-dp-pack-strategy", "fill")
     assert "room for 3 of 4 ranks. Each needs 2 CPU" in told
@@ -215,7 +215,7 @@ def test_too_few_resources_are_refused_with_what_is_needed_and_free(nodes: Nodes
         (("--cpu-bind", "0|1"), "--cpu-bind with lists of CPUs is for engines of this node"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(flags: tuple[str, ...], reason: str) -> None:
+def test_impossible_placements_are_refused_with_advice(flags: tuple[str, ...], reason: str) -> None:
     assert reason in refused(*flags)
 
 
@@ -239,7 +239,7 @@ def test_a_node_without_the_models_files_is_named(nodes: Nodes) -> None:
     assert "/no/such/model" in told
 
 
-def test_without_a_cluster_its_own_is_started_and_ends_with_a_killed_supervisor() -> None:
+def test_own_cluster_is_started_and_ends_with_killed_supervisor() -> None:
     with RunningStack(
         *SIMULATED, "--data-parallel-backend", "ray", "--ray-address", "local",
         "--data-parallel-size", "1",

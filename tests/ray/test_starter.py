@@ -15,8 +15,8 @@ from server.config import FrontEndConfig
 from server.fleet.child import Program, ProgramExit
 from server.fleet.ray.cluster import ActorLost, Group
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
-from server.fleet.ray.needs import _torch
 from server.fleet.ray.packing import Packing, RayNode, Resources
+from server.fleet.ray.resources import _torch
 from server.fleet.ray.starter import Ranks, RayHandle, api_server_role
 from tests.support.waiting import until_async
 
@@ -157,7 +157,7 @@ def run(names: str, body: Callable[[Place], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
+def test_engine_output_is_relayed_until_it_ends() -> None:
     async def body(place: Place) -> None:
         handle, actor = await place.started()
         assert actor.launch is not None
@@ -178,7 +178,7 @@ def test_what_an_engine_says_is_passed_on_until_it_ends() -> None:
     run("a", body)
 
 
-def test_a_wait_for_room_is_reported_and_cancelled_without_leftovers() -> None:
+def test_wait_for_resources_is_reported_and_cancelled_cleanly() -> None:
     async def body(place: Place) -> None:
         place.cluster.free["a"] = 0.0
         handle = await place.start()
@@ -193,7 +193,7 @@ def test_a_wait_for_room_is_reported_and_cancelled_without_leftovers() -> None:
     run("a", body)
 
 
-def test_room_that_appears_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_that_become_free_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.fleet.ray.starter.POLL_INTERVAL", 0.01)
 
     async def body(place: Place) -> None:
@@ -208,7 +208,7 @@ def test_room_that_appears_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     run("a", body)
 
 
-def test_a_node_that_does_not_take_a_rank_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_that_cannot_run_a_rank_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.fleet.ray.starter.PLACEMENT_TIMEOUT", 0.05)
 
     async def body(place: Place) -> None:
@@ -222,7 +222,7 @@ def test_a_node_that_does_not_take_a_rank_is_passed_over(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("node_survived", [True, False])
-def test_a_lost_actor_says_whether_its_node_is_to_be_avoided(node_survived: bool) -> None:
+def test_lost_actor_reports_whether_to_avoid_its_node(node_survived: bool) -> None:
     async def body(place: Place) -> None:
         handle, actor = await place.started()
         actor.events.put_nowait(ActorLost("socket closed", node_survived=node_survived))
@@ -249,7 +249,7 @@ def test_another_version_is_refused_before_anything_is_started() -> None:
     run("a", body)
 
 
-def test_an_engine_that_cannot_be_started_there_is_an_end_like_others() -> None:
+def test_failed_actor_start_counts_as_exit() -> None:
     async def body(place: Place) -> None:
         place.cluster.start_error = OSError("no memory")
         end = await (await place.start()).wait()
@@ -286,7 +286,7 @@ def test_an_engine_drains_and_one_that_hangs_is_ended_with_its_actor(
     run("a", body)
 
 
-def test_an_api_server_waits_for_its_node_takes_no_room_and_drains_once(
+def test_api_server_waits_for_its_node_uses_no_resources_and_drains_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.fleet.ray.starter.POLL_INTERVAL", 0.01)

@@ -178,7 +178,7 @@ class FakeGenerationClient:
         self.view_age: float | None = None
         self.num_slots = 4
         self.serves_images = True
-        self.wants_whole_images = False
+        self.needs_original_images = False
         self.adapters = Adapters(0, 1)
         self.changes: list[tuple[str, str | None, bool]] = []
         self.outcome = AdapterOutcome(1, 200)

@@ -26,7 +26,7 @@ BASH = script(COMMANDS, "bash")
         ("swell completion ", {"bash", "zsh", "fish", "tcsh"}),
     ],
 )
-def test_bash_offers_what_fits(line: str, offered: set[str]) -> None:
+def test_bash_completes_matching_words(line: str, offered: set[str]) -> None:
     words = line.split(" ")
     program = (
         f"{BASH}\nCOMP_WORDS=({' '.join(map(repr, words))})\n"

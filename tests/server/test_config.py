@@ -7,7 +7,7 @@ from scripts.write_settings_doc import HEADER
 from server.config import FrontEndConfig, HttpConfig, ServeConfig, StoreConfig, TenantConfig
 
 
-def test_front_ends_get_all_settings_that_are_theirs() -> None:
+def test_front_ends_get_all_their_settings() -> None:
     store, http = StoreConfig(response_store="none"), HttpConfig(port=1234)
     given = ServeConfig(store=store, http=http).front_end()
     assert (given.store, given.http) == (store, http)
@@ -17,14 +17,14 @@ def test_front_ends_get_all_settings_that_are_theirs() -> None:
     assert given.tenants == TenantConfig(allow_priority=False), "what follows from the policy"
 
 
-def test_the_name_of_a_database_store_shows_no_credentials() -> None:
+def test_database_name_in_logs_hides_credentials() -> None:
     store = StoreConfig(response_store="postgresql://me:secret@host/db")
     assert store.is_postgres
     assert "secret" not in repr(store)
     assert not StoreConfig(response_store="/var/lib/swell/responses.sqlite").is_postgres
 
 
-def test_the_example_of_a_config_file_can_be_used(tmp_path: Path) -> None:
+def test_example_config_file_is_valid(tmp_path: Path) -> None:
     example = tmp_path / "serve.yaml"
     example.write_text(HEADER.split("```yaml\n")[1].split("```")[0])
     config = settings.load(ServeConfig, {}, {}, example)

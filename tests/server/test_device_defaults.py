@@ -15,13 +15,13 @@ def defaults(num_devices: int, **flags: Any) -> dict[str, Any]:
     return defaults_for(settings.load(ServeConfig, flags, {}), num_devices)
 
 
-def test_on_a_processor_nothing_changes() -> None:
+def test_cpus_change_no_defaults() -> None:
     assert defaults(0) == {}
     assert defaults(8, device="cpu") == {}
     assert defaults(8, executor="simulated") == {}
 
 
-def test_a_step_holds_the_longest_prompt_where_prompts_are_not_cut() -> None:
+def test_step_budget_fits_longest_prompt_without_chunking() -> None:
     whole = {"enable_chunked_prefill": False}
     assert defaults(0, **whole, max_model_len=3000) == {"max_num_batched_tokens": 3000}
     assert defaults(0, **whole, max_model_len=100) == {"max_num_batched_tokens": 2048}
@@ -38,7 +38,7 @@ def test_a_step_holds_the_longest_prompt_where_prompts_are_not_cut() -> None:
         (2, {"tensor_parallel_size": 4}, 1),
     ],
 )
-def test_there_are_as_many_engines_as_the_devices_suffice_for(
+def test_number_of_engines_follows_devices(
     devices: int, flags: dict[str, Any], engines: int
 ) -> None:
     assert defaults(devices, **flags)["data_parallel_size"] == engines
@@ -53,14 +53,14 @@ def test_there_are_as_many_engines_as_the_devices_suffice_for(
         {"data_parallel_backend": "ray"},
     ],
 )
-def test_the_number_of_engines_of_several_nodes_does_not_follow_one_of_them(
+def test_multi_node_engine_count_does_not_follow_local_devices(
     flags: dict[str, Any],
 ) -> None:
     assert "data_parallel_size" not in defaults(4, **flags)
 
 
 @pytest.mark.parametrize("command", ["serve", "engine"])
-def test_what_is_set_wins(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_explicit_settings_win(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     found: list[Any] = []
     monkeypatch.setattr(cli, "num_cuda_devices", lambda: 4)
 

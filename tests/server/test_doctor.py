@@ -12,7 +12,7 @@ import pytest
 from engine.shared.config import ModelConfig
 from server import doctor as command
 from server.config import GuardConfig, ServeConfig, StoreConfig
-from server.config.shown import changed_settings
+from server.config.display import changed_settings
 from server.config.tools import DoctorConfig, DoctorTarget
 from server.doctor import Check, doctor, examine
 
@@ -21,7 +21,7 @@ def checks(target: DoctorTarget, describe: Callable[[], str] = lambda: "amx") ->
     return {check.name: check for check in examine(target, describe)}
 
 
-def test_a_port_that_is_taken_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -33,14 +33,14 @@ def test_a_port_that_is_taken_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failed: 1" in printed
 
 
-def test_a_port_of_all_addresses_is_checked_as_the_server_listens() -> None:
+def test_port_on_all_addresses_is_checked() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     assert checks(DoctorTarget(host="*", port=port))["port"].verdict == "ok"
 
 
-def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scarce_resources_are_warnings_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(command, "MIN_SHM", 1 << 60)
     monkeypatch.setattr(command, "MIN_MEMORY", 1 << 60)
@@ -60,7 +60,7 @@ def test_what_is_short_is_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch)
     assert "missing no-such-package: only models that are not built in need it" in optional.text
 
 
-def test_a_container_without_torch_is_no_failure() -> None:
+def test_missing_torch_in_container_is_no_failure() -> None:
     def without_torch() -> str:
         raise ImportError("torch")
 
@@ -73,9 +73,7 @@ def test_a_container_without_torch_is_no_failure() -> None:
     assert "z80" in failed.text
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
     assert checks(DoctorTarget())["cache of models"].verdict == "ok"
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -83,7 +81,7 @@ def test_a_cache_that_cannot_be_written_to_is_named(
 
 
 @pytest.mark.parametrize("name", ["", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"])
-def test_the_cache_is_the_one_that_models_are_fetched_to(
+def test_checked_cache_is_used_for_fetching(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for each in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
@@ -96,7 +94,7 @@ def test_the_cache_is_the_one_that_models_are_fetched_to(
     assert checks(DoctorTarget())["cache of models"].text.startswith(f"{found}, ")
 
 
-def test_the_line_at_the_start_has_what_was_set_and_no_secret() -> None:
+def test_start_line_lists_changed_settings_without_secrets() -> None:
     config = ServeConfig(
         model=ModelConfig(max_model_len=77),
         guards=GuardConfig(api_key=("s3cret",), admin_key="s3cret", api_key_file="/run/keys"),

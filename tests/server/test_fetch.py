@@ -100,7 +100,7 @@ def fetched(cache: Path) -> set[str]:
     return {file.name for file in cache.rglob("snapshots/*/*")}
 
 
-def test_a_fetched_model_is_there_for_those_who_serve_it(tmp_path: Path) -> None:
+def test_fetched_model_can_be_served(tmp_path: Path) -> None:
     with hub() as endpoint:
         text = fetch(tmp_path, endpoint, "org/name", "--text-only")
         assert text.returncode == 0, text.stderr
@@ -113,7 +113,7 @@ def test_a_fetched_model_is_there_for_those_who_serve_it(tmp_path: Path) -> None
     assert offline.returncode == 0, "what is pinned to a commit needs no hub"
 
 
-def test_what_cannot_be_fetched_is_said_with_the_reason(tmp_path: Path) -> None:
+def test_failed_fetch_is_reported_with_reason(tmp_path: Path) -> None:
     with hub() as endpoint:
         missing = fetch(tmp_path, endpoint, "org/other")
     assert missing.returncode == 1
@@ -149,7 +149,7 @@ def test_fetched_models_are_shown_and_removed(tmp_path: Path) -> None:
     assert fetched(tmp_path) == set()
 
 
-def test_a_download_shows_its_bytes_as_lines_where_nobody_watches(
+def test_download_progress_is_logged_without_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(model_files, "_SECONDS_PER_LINE", 0)
@@ -160,7 +160,7 @@ def test_a_download_shows_its_bytes_as_lines_where_nobody_watches(
     assert any("50%" in line and "2.50k/5.00k" in line for line in lines)
 
 
-def test_serving_says_at_its_end_why_a_model_cannot_be_had(tmp_path: Path) -> None:
+def test_serve_exits_with_reason_if_model_is_unavailable(tmp_path: Path) -> None:
     with hub() as endpoint:
         env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
         served = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 from engine.shared.settings import load
 from server.cli import COMMANDS, main
 from server.flags import COMMON, INSTEAD, NOT_NEEDED, TUNING, build_parser, parse
-from server.ineffective import ineffective
+from server.ineffective import ineffective_settings
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -17,7 +17,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err.strip()
 
 
-def test_a_key_in_the_variable_of_vllm_does_not_leave_the_server_open(
+def test_vllm_api_key_variable_protects_the_server(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -45,13 +45,13 @@ def test_a_key_in_the_variable_of_vllm_does_not_leave_the_server_open(
         ("frobnicate", "swell: unknown command frobnicate: there are serve, coordinator,"),
     ],
 )
-def test_a_mistake_gets_a_suggestion(
+def test_misspelt_flag_gets_a_suggestion(
     capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
     assert message in refusal(capsys, *argv.split())
 
 
-def test_vllms_flags_for_what_is_always_so_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_flags_for_default_behaviour_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["serve", "m", "--trust-remote-code", "--max-num-seqs", "5", "--enable-sleep-mode"]
     assert parse(COMMANDS, [*argv, "--enable-request-id-headers"])["max_num_seqs"] == "5"
     assert capsys.readouterr().err.splitlines() == [
@@ -61,20 +61,20 @@ def test_vllms_flags_for_what_is_always_so_are_taken(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_advice_about_vllms_flags_names_flags_that_there_are() -> None:
+def test_advice_about_vllm_flags_names_existing_flags() -> None:
     known = {word for s in COMMANDS["serve"].settings for word in (s.flag, f"--no-{s.key}")}
     named = re.findall(r"--[a-z-]+", " ".join([*INSTEAD.values(), *NOT_NEEDED.values()]))
     assert set(named) <= known
     assert not known & (INSTEAD.keys() | NOT_NEEDED.keys())
 
 
-def test_flags_are_not_abbreviated_so_that_a_new_one_changes_no_old_command(
+def test_flags_cannot_be_abbreviated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "unknown flag --max-num-s" in refusal(capsys, "serve", "--max-num-s", "5")
 
 
-def test_settings_may_stand_without_their_flags_where_the_command_says_so() -> None:
+def test_some_settings_can_be_positional() -> None:
     assert parse(COMMANDS, ["serve", "my-model"])["model"] == "my-model"
     assert parse(COMMANDS, ["serve", "--model", "my-model"])["model"] == "my-model"
     assert parse(COMMANDS, ["serve", "m", "--model", "m"])["model"] == "m"
@@ -90,7 +90,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_whole_help_shows_an_example_and_every_setting(
+def test_full_help_shows_an_example_and_every_setting(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     text = help_of(capsys, name, "--help-all")
@@ -98,7 +98,7 @@ def test_the_whole_help_shows_an_example_and_every_setting(
     assert not [s.flag for s in COMMANDS[name].settings if s.flag not in text]
 
 
-def test_the_help_of_a_server_shows_what_most_people_set(
+def test_short_help_shows_common_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = help_of(capsys, "serve", "--help")
@@ -110,13 +110,13 @@ def test_the_help_of_a_server_shows_what_most_people_set(
     assert COMMANDS["serve"].example.splitlines()[0] in text
 
 
-def test_every_setting_that_help_picks_out_is_there() -> None:
+def test_settings_in_short_help_exist() -> None:
     names = {s.name for s in COMMANDS["serve"].settings}
     assert names >= COMMON
     assert names >= TUNING
 
 
-def test_tuning_sets_what_nobody_sets_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_flag_sets_advanced_settings(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["serve", "--tuning", "publish-interval=0.5", "level_wait_weight=8"]
     flags = parse(COMMANDS, argv)
     assert (flags["publish_interval"], flags["level_wait_weight"]) == ("0.5", "8")
@@ -148,7 +148,7 @@ def test_tuning_sets_what_nobody_sets_by_hand(capsys: pytest.CaptureFixture[str]
 )
 def test_a_flag_without_effect_is_named(argv: str, warning: str | None) -> None:
     flags = parse(COMMANDS, ["serve", *argv.split()])
-    found = list(ineffective(load(COMMANDS["serve"].config, flags, {}, None)))
+    found = list(ineffective_settings(load(COMMANDS["serve"].config, flags, {}, None)))
     assert len(found) == (warning is not None)
     assert warning is None or warning in found[0]
 
@@ -158,10 +158,10 @@ def test_defaults_are_never_warned_of(name: str) -> None:
     needed = {"fetch": {"model": "a/b"}, "completion": {"shell": "bash"},
               "run-batch": {"input_file": "i", "output_file": "o"}}  # fmt: skip
     config = load(COMMANDS[name].config, needed.get(name, {}), {}, None)
-    assert list(ineffective(config)) == []
+    assert list(ineffective_settings(config)) == []
 
 
-def test_every_example_is_a_command_that_is_understood() -> None:
+def test_every_example_is_a_valid_command() -> None:
     parser = build_parser(COMMANDS)
     for command in COMMANDS.values():
         for line in command.example.replace("\\\n", "").splitlines():
@@ -172,7 +172,7 @@ def test_every_example_is_a_command_that_is_understood() -> None:
             assert not unknown
 
 
-def test_a_list_may_be_given_by_repeating_its_flag() -> None:
+def test_list_can_be_given_by_repeated_flags() -> None:
     words = ["serve", "--api-key", "a", "--api-key", "b", "c", "--allowed-hosts", "x.example"]
     flags = parse(COMMANDS, words)
     assert flags["api_key"] == ["a", "b", "c"]

@@ -11,7 +11,7 @@ MODULE = "server.generate.grammar_process"
 
 
 @pytest.mark.slow
-def test_a_helper_shares_the_processors_of_its_parent_and_comes_after_it() -> None:
+def test_helper_shares_cpus_of_parent_at_lower_priority() -> None:
     helper = HelperProcess(MODULE, NOTHING)
     try:
         assert helper.answer(NOTHING, 30.0) is not None

@@ -42,7 +42,7 @@ def nested(depth: int) -> str:
 
 
 @given(documents, st.booleans(), st.sampled_from([2, 3, 7, 2**17]))
-def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool, part: int) -> None:
+def test_brackets_in_strings_cost_nothing(document: Any, ascii_only: bool, part: int) -> None:
     wrapped = [document, ",:" * MAX_JSON_DEPTH]
     with pytest.MonkeyPatch.context() as patch:  # at any split position
         patch.setattr(json_price, "_PART_BYTES", part)
@@ -54,7 +54,7 @@ def test_structure_in_texts_costs_nothing(document: Any, ascii_only: bool, part:
 
 
 @pytest.mark.parametrize("prefix", ["", '"[[[\\"",' * 100])
-def test_depth_is_that_of_the_deepest_value(prefix: str) -> None:
+def test_depth_is_measured_to_the_deepest_value(prefix: str) -> None:
     siblings = ",".join(nested(3) for _ in range(200))
     text = f"[{prefix}{siblings},{nested(90)},{siblings}]".encode()
     assert price(text).depth == 91
@@ -77,7 +77,7 @@ def test_depth_is_that_of_the_deepest_value(prefix: str) -> None:
         (b"," * 2**22, "values"),
     ],
 )
-def test_what_a_parser_would_make_too_much_of_is_refused(text: bytes, what: str) -> None:
+def test_bodies_that_expand_too_much_are_refused(text: bytes, what: str) -> None:
     with pytest.raises(TooCostly, match=what):
         price(text).check()
 
@@ -87,7 +87,7 @@ def test_the_largest_legal_prompts_pass() -> None:
     price(b'{"prompt":"' + b'\\"[[,{\\\\' * 2**18 + b'"}').check()
 
 
-def test_what_is_too_much_is_not_looked_at_any_further() -> None:
+def test_scan_stops_when_limit_is_exceeded() -> None:
     parts = checked_parts(b"[" + b"0," * 2**21)
     for _ in range(2 * MAX_JSON_VALUES // json_price._PART_BYTES):
         next(parts)
@@ -96,7 +96,7 @@ def test_what_is_too_much_is_not_looked_at_any_further() -> None:
 
 
 @pytest.mark.parametrize("text", [b"[" * 2**20, b"[" * 200 + b"]" * 2**17])
-def test_few_brackets_are_looked_at_in_python(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+def test_few_brackets_are_processed_in_python(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
     looked = 0
 
     def counting(steps: Iterator[int], initial: int) -> Iterator[int]:
@@ -112,7 +112,7 @@ def test_few_brackets_are_looked_at_in_python(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("text", [b"a", b"0,", b"{},", b'"a,b",', b"\\\\"])
-def test_others_have_their_turn_after_every_part_of_a_text(
+def test_other_tasks_run_after_every_part_of_a_text(
     monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
     looked: list[int] = []
@@ -132,13 +132,13 @@ def test_others_have_their_turn_after_every_part_of_a_text(
     assert turns >= 2**19 // 2**15 - 1
 
 
-def test_whose_field_is_too_costly_is_not_looked_for_in_a_large_body() -> None:
+def test_costly_field_is_not_searched_in_large_body() -> None:
     values = b"[" + b"0," * MAX_JSON_VALUES + b"0]"
     assert costly_field(b'{"a":1,"input":%s}' % values) == "input"
     assert costly_field(b'{"a":1,"input":%s}' % (values + b" " * 2**20)) is None
 
 
-def test_whose_field_is_too_costly_is_not_asked_of_objects_of_many_keys() -> None:
+def test_costly_field_is_not_searched_in_objects_with_many_keys() -> None:
     deep = b"[" * 200 + b"]" * 200
     assert costly_field(b'{"a": 1, "tools": %s}' % deep) == "tools"
     many = b",".join(b'"k%d":0' % number for number in range(MAX_KEYS + 1))

@@ -74,7 +74,7 @@ def test_a_closed_loop_counts_every_request_and_token(
     assert "CPU in 2 process(es)" in printed
 
 
-def test_an_open_loop_sends_at_its_rate_whatever_the_answers(bench: Bench) -> None:
+def test_open_loop_sends_at_its_rate_regardless_of_answers(bench: Bench) -> None:
     code, result = bench(
         "--backend", "openai-chat", "--num-prompts", "30",
         "--request-rate", "60", "--random-input-len", "5", "--random-output-len", "4",
@@ -103,7 +103,7 @@ def test_refusals_are_counted_by_kind(bench: Bench, engines: Any) -> None:
     assert result["median_e2el_ms"] > 0
 
 
-def test_what_never_ends_is_cut_off(bench: Bench, engines: Any) -> None:
+def test_endless_answer_is_cut_off(bench: Bench, engines: Any) -> None:
     endless, begun = engines.tokens([65]), len(engines.streams)
 
     def script(stream: Any) -> list[Any]:
@@ -120,7 +120,7 @@ def test_what_never_ends_is_cut_off(bench: Bench, engines: Any) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_shows_what_it_has(
+def test_interrupted_run_shows_partial_results(
     app: Any, engines: Any, served: Any, signum: signal.Signals
 ) -> None:
     answer, answered = engines.tokens([65]), 1 + 4
@@ -158,7 +158,7 @@ def test_an_interrupted_run_shows_what_it_has(
         (["--dataset-name", "sharegpt"], "--dataset-path"),
     ],
 )
-def test_what_cannot_run_says_why(
+def test_unrunnable_benchmark_reports_reason(
     app: Any, served: Any, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     with served(app) as url:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from server.fleet.own_server import stop_process
+from server.fleet.local_server import stop_process
 from tests.support.waiting import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -184,7 +184,7 @@ def _begin() -> tuple[socket.socket, "Popen[bytes]"]:
     return ours, process
 
 
-def fork_from_now_on(connection: socket.socket) -> None:
+def connect_to_template(connection: socket.socket) -> None:
     """Make this process use the template at the other end of a connection."""
     setattr(subprocess, "_fork_exec", ForkExec(connection))  # noqa: B010
 

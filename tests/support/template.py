@@ -20,7 +20,7 @@ import setproctitle
 
 from engine.executor.environment import configure_environment
 from engine.shared.template import fork_orphan
-from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, ProgramRequest, fork_from_now_on
+from tests.support.forking import FREE_NUMBERS, PARENTS, SWELL, ProgramRequest, connect_to_template
 
 _PRELOADED = (
     "coordinator.process",
@@ -132,7 +132,7 @@ def main() -> None:
             theirs.close()
             with ours:
                 number = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, FREE_NUMBERS)
-            fork_from_now_on(socket.socket(fileno=number))
+            connect_to_template(socket.socket(fileno=number))
         _become(request, descriptors)
         code = _run(request.program)
         getattr(threading, "_shutdown")()  # noqa: B009  # not in its stubs

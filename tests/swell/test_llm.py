@@ -30,7 +30,7 @@ def llm() -> Iterator[LLM]:
         yield loaded
 
 
-def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_answers_are_in_order_of_prompts(llm: LLM) -> None:
     prompts = [f"To be {number}" for number in range(40)]
     together = llm.generate(prompts, max_tokens=6, temperature=0, ignore_eos=True)
     for place in (0, 17, 39):
@@ -65,7 +65,7 @@ def test_conversations_are_answered(llm: LLM) -> None:
     assert refused.value.status == 400
 
 
-def test_what_is_refused_names_the_field(llm: LLM) -> None:
+def test_refusals_name_the_field(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match="max_tokens") as refused:
         llm.generate(["a", "b"], max_tokens=-1)
     assert (refused.value.status, refused.value.param) == (400, "max_tokens")
@@ -73,7 +73,7 @@ def test_what_is_refused_names_the_field(llm: LLM) -> None:
     assert answer.choices
 
 
-def test_a_model_that_generates_makes_no_embeddings(llm: LLM) -> None:
+def test_generative_model_makes_no_embeddings(llm: LLM) -> None:
     assert llm.supported_tasks == ("generate",)
     with pytest.raises(RequestFailed, match="generates text"):
         llm.embed("a")
@@ -97,14 +97,14 @@ def test_embeddings_are_vectors() -> None:
         ({"enable_lora": True}, "enable_lora"),
     ],
 )
-def test_settings_that_mean_nothing_here_are_refused(options: dict[str, Any], error: str) -> None:
+def test_settings_without_meaning_are_refused(options: dict[str, Any], error: str) -> None:
     before = _threads()
     with pytest.raises(SettingsError, match=error):
         LLM(**options)
     assert _threads() == before
 
 
-def test_a_conversation_gets_the_models_template() -> None:
+def test_conversations_use_template_of_model() -> None:
     with LLM(**SIMULATED, chat_template="{{ messages[-1].content }}") as simulated:
         one, other = simulated.chat(
             [[{"role": "user", "content": each}] for each in ("a", "b")], max_tokens=5
@@ -127,7 +127,7 @@ async def _until_idle(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_streams_that_are_left_and_calls_that_are_cancelled_are_aborted() -> None:
+def test_abandoned_streams_and_cancelled_calls_are_aborted() -> None:
     async def main() -> None:
         async with await AsyncLLM.start(**SIMULATED) as llm:
             fields: dict[str, Any] = {"prompt": "Long", "max_tokens": 1500, "ignore_eos": True}
@@ -153,7 +153,7 @@ def test_streams_that_are_left_and_calls_that_are_cancelled_are_aborted() -> Non
     asyncio.run(main())
 
 
-def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
+def test_stream_has_same_text_as_full_answer() -> None:
     async def main() -> tuple[str, str]:
         async with await AsyncLLM.start(**SIMULATED) as llm:
             fields: dict[str, Any] = {

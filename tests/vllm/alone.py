@@ -22,7 +22,7 @@ from engine.shared.messages import (
     SamplingParams,
 )
 from engine.vllm import core as tested
-from engine.vllm.requests import Moves
+from engine.vllm.requests import Continuation
 
 
 class Images:
@@ -91,7 +91,7 @@ def core() -> tuple[Any, Images]:
     made: Any = object.__new__(tested.VllmCore)
     made._images = images = Images()
     made.setup, made.vocab_size = SimpleNamespace(max_model_len=100), 100
-    made._generation, made._tokenizer, made._moves = {}, None, Moves.COUNTED
+    made._generation, made._tokenizer, made._continuation = {}, None, Continuation.COUNTED
     made._config = SimpleNamespace(
         model_config=None, speculative_config=None, structured_outputs_config=None
     )

@@ -16,7 +16,7 @@ from engine.core.wave_clock import WaveClock
 from engine.shared.config import EngineConfig, ExecutorConfig, ModelConfig
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, SamplingParams
 from engine.vllm.core import VllmCore
-from engine.vllm.requests import Moves
+from engine.vllm.requests import Continuation
 
 ids = itertools.count(1)
 
@@ -72,7 +72,7 @@ def main() -> None:
         answers[name] = [whole]
         answers[name] += [generated(core, prompt, each, **limit, **fields) for each in earlier]
     # It needs Triton, so that here nothing is computed with it.
-    core._moves, core._core.scheduler.use_v2_model_runner = Moves.RESUMED, True
+    core._continuation, core._core.scheduler.use_v2_model_runner = Continuation.RESUMED, True
     request_id = queue(core, prompt, plain[:40], {**limit, **cases["penalties"]})
     (told,) = core._core.scheduler.schedule().scheduled_new_reqs
     assert told.req_id == str(request_id)

@@ -11,7 +11,7 @@ from tests.vllm.stacks import ENVIRONMENT, PYTHON, SETTINGS, START_WITHIN, compl
 pytestmark = [pytest.mark.vllm, pytest.mark.stack]
 
 
-def test_a_prompt_is_read_from_where_vllms_connector_has_saved_it(tmp_path: Path) -> None:
+def test_prompt_is_read_from_vllm_connector_storage(tmp_path: Path) -> None:
     connector = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

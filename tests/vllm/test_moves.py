@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 PLACES = [1, 2, 17, 59]
 
 
-def test_what_was_generated_elsewhere_counts_as_output(tmp_path: Path) -> None:
+def test_tokens_generated_elsewhere_count_as_output(tmp_path: Path) -> None:
     wanted = {
         "model": str(BUNDLED_MODEL), "engine_args": json.dumps(GRAMMARS), "prompt": prompts(1)[0],
         "schema": SCHEMA, "tokens": 60, "places": PLACES,

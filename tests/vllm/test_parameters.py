@@ -126,7 +126,7 @@ def documented() -> dict[str, str]:
     return found
 
 
-def test_both_engines_do_with_each_parameter_what_the_table_says(
+def test_both_engines_treat_parameters_as_in_the_table(
     served: RunningStack, built_in: RunningStack
 ) -> None:
     [greedy] = sent(built_in.url, {})

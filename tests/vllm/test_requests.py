@@ -25,7 +25,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.cpu.lists import read_lists
 from engine.shared.messages import AddRequest, JsonSchemaGrammar, PoolingParams, SamplingParams
 from engine.vllm.core import _compute_whole_prompts, _thread_settings
-from engine.vllm.requests import Moves, NotOffered, core_request, structured
+from engine.vllm.requests import Continuation, UnsupportedParameter, core_request, structured
 
 SCHEMA = '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "uniqueItems": true}'
 for lenient in (False, True):
@@ -45,15 +45,15 @@ free_first = SamplingParams(
 for name, value in {**asked, "sampling": free_first}.items():
     fields = {"sampling": SamplingParams(max_tokens=1, seed=1), name: value}
     try:
-        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Moves.RESUMED)
-    except NotOffered as error:
+        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Continuation.RESUMED)
+    except UnsupportedParameter as error:
         refused[name] = error.param
 print(json.dumps(refused))
 drawn = []
 for seed_given in (True, False):
     sampling = SamplingParams(max_tokens=1, seed=7, seed_given=seed_given)
     message = AddRequest(1, "x", 0, 0, [1], sampling)
-    drawn.append(core_request(message, {}, None, Moves.RESUMED).sampling_params.seed)
+    drawn.append(core_request(message, {}, None, Continuation.RESUMED).sampling_params.seed)
 print(json.dumps(drawn))
 too_short = {"long_prefill_token_threshold": 5}
 try:
@@ -91,7 +91,7 @@ def said() -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()[-6:]]
 
 
-def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
+def test_unenforceable_parts_of_non_strict_schemas_are_ignored(
     said: list[Any],
 ) -> None:
     strict, lenient, *_ = said
@@ -99,21 +99,21 @@ def test_what_cannot_be_enforced_is_ignored_of_schemas_that_are_not_strict(
     assert lenient == ""
 
 
-def test_what_vllm_engines_do_not_do_is_refused_by_the_parameter(said: list[Any]) -> None:
+def test_unsupported_requests_are_refused_by_parameter(said: list[Any]) -> None:
     assert said[2] == {
         "pooling": "model", "adapter": "model", "sampling": "response_format",
     }  # fmt: skip
 
 
-def test_only_seeds_of_clients_are_passed_on(said: list[Any]) -> None:
+def test_only_client_seeds_are_passed_on(said: list[Any]) -> None:
     assert said[3] == [7, None]
 
 
-def test_what_divides_prompts_is_refused_on_cpus(said: list[Any]) -> None:
+def test_chunked_prefill_settings_are_refused_on_cpus(said: list[Any]) -> None:
     assert said[4].startswith("--long-prefill-token-threshold: ")
 
 
-def test_engines_bind_their_threads_to_cores_of_their_own(said: list[Any]) -> None:
+def test_engines_bind_threads_to_separate_cores(said: list[Any]) -> None:
     assert said[5] == ["0", "nobind 1", "2|3", "nobind 1", "0|3"]
 
 
@@ -149,7 +149,7 @@ def test_models_with_state_layers_start_on_cpus(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False False"
 
 
-def test_images_of_requests_that_run_alone_are_prepared_in_their_turn() -> None:
+def test_images_of_exclusive_requests_are_prepared_in_order() -> None:
     command = [str(PYTHON), "-m", "tests.vllm.alone"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300

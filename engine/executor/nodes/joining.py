@@ -32,7 +32,7 @@ from engine.executor.worker_process import end_worker, start_worker
 from engine.shared.addresses import join_host_port
 from engine.shared.config import EngineConfig
 from engine.shared.membership import HELLO_INTERVAL
-from engine.shared.own_process import end_signals
+from engine.shared.process_state import end_signals
 from engine.shared.transport import Inbox, Transport, make_context
 from engine.shared.version import SWELL_VERSION
 

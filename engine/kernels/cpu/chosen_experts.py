@@ -16,7 +16,7 @@ from engine.kernels.cpu.compiling import (
     Kernel,
     arguments_of,
     compiled,
-    own_shares,
+    thread_shares,
     wait_for_others,
 )
 from engine.kernels.cpu.pair_product import BLOCK, ROWS, add_rows
@@ -168,7 +168,7 @@ def _outputs(own: Any, firsts: Any, order: Any, block: int, end_block: int, tota
 def _compute(pointer: Any) -> None:
     own = _Arguments(*_arguments(pointer))
     hidden, experts, pairs = own.hidden, own.experts, own.tokens * own.wanted
-    _, thread, threads = own_shares(pointer)
+    _, thread, threads = thread_shares(pointer)
     scratch = own.memory + thread * own.thread_bytes
     rows_at = scratch + own.blocks * SUMS_BYTES * own.tokens
     sorted_at = rows_at + 2 * ROWS * hidden

@@ -19,13 +19,13 @@ from filelock import FileLock, Timeout
 from numba import types
 
 from engine.kernels.cpu.intrinsics import call_address, integers_at
-from engine.kernels.cpu.kept import kept_directory
+from engine.kernels.cpu.kernel_cache import cache_directory
 from engine.kernels.cpu.targets import compile_for_this_machine
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TEAM = 4
-"""Integers that precede a kernel's own arguments, for `own_shares` and `wait_for_others`."""
+"""Integers that precede a kernel's own arguments, for `thread_shares` and `wait_for_others`."""
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PATIENCE = 60.0
 """Seconds to wait for another process that is compiling a kernel, before compiling it too."""
@@ -45,8 +45,8 @@ def compiles_for(*features: str) -> bool:
     return TARGET.features.issuperset(features)
 
 
-def _kept_directory() -> str | None:
-    return kept_directory(TARGET.name)
+def _cache_directory() -> str | None:
+    return cache_directory(TARGET.name)
 
 
 def compiled(function: _Function) -> _Function:
@@ -55,7 +55,7 @@ def compiled(function: _Function) -> _Function:
     return result
 
 
-def compiled_apart(function: _Function) -> _Function:
+def compiled_once(function: _Function) -> _Function:
     """Decorate a function that kernels call but do not inline; it is compiled once."""
     result: _Function = numba.njit(**_OPTIONS)(function)
     return result
@@ -70,7 +70,7 @@ _team = integers_at(0, _TEAM)
 
 
 @compiled
-def own_shares(pointer: Any) -> tuple[int, int, int]:
+def thread_shares(pointer: Any) -> tuple[int, int, int]:
     """Return the number of shares, this thread's first share, and the step to its next.
 
     OpenMP can provide fewer threads than requested.
@@ -80,9 +80,9 @@ def own_shares(pointer: Any) -> tuple[int, int, int]:
 
 
 @compiled
-def own_rows(pointer: Any, rows: int) -> tuple[int, int]:
+def thread_rows(pointer: Any, rows: int) -> tuple[int, int]:
     """Return the range of this thread's rows."""
-    _, thread, threads = own_shares(pointer)
+    _, thread, threads = thread_shares(pointer)
     return rows * thread // threads, rows * (thread + 1) // threads
 
 
@@ -129,7 +129,7 @@ class Kernel:
         """Initialize from the source, which is compiled on first use.
 
         Args:
-            body: takes the pointer that `arguments_of` and `own_shares` read.
+            body: takes the pointer that `arguments_of` and `thread_shares` read.
             arguments: number of its own arguments.
         """
         self._body = body
@@ -159,7 +159,7 @@ class Kernel:
             filelock.Timeout: another process held the lock for `patience` seconds.
             NotImplementedError: the file system has no locks.
         """
-        directory = _kept_directory()
+        directory = _cache_directory()
         if directory is None:
             return self._compile()
         name = f"{self._body.__module__}.{self._body.__qualname__}.lock"
@@ -168,7 +168,7 @@ class Kernel:
 
     def _compile(self) -> Any:
         pointer = types.CPointer(types.int64)
-        kept = _kept_directory() is not None
+        kept = _cache_directory() is not None
         return numba.cfunc(types.void(pointer), cache=kept, **_OPTIONS)(self._body)
 
     @cached_property

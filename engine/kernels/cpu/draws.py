@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels.cpu.arithmetic import float32s, float64s, int32s, int64s
-from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_rows
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, thread_rows
 from engine.kernels.cpu.logits import (
     LOWEST_ORDER,
     logit_of,
@@ -59,7 +59,7 @@ def _draw(pointer: Any) -> None:
     logits, is_wide, scales, uniforms, target, scratch, stride, rows, vocab = _arguments(pointer)
     scale, uniform = float32s(scales, rows), float64s(uniforms, rows)
     drawn = int64s(target, rows)
-    first_row, end = own_rows(pointer, rows)
+    first_row, end = thread_rows(pointer, rows)
     chunks = (vocab + CHUNK - 1) // CHUNK
     held = scratch + 4 * stride * first_row
     chunk, bits = float32s(held, CHUNK), int32s(held, CHUNK)

@@ -19,7 +19,7 @@ from engine.kernels.cpu.compiling import (
     Kernel,
     arguments_of,
     compiled,
-    own_rows,
+    thread_rows,
     threads_for,
 )
 
@@ -50,7 +50,7 @@ def _softmax(scores: Any, count: int, shares: Any) -> None:
 def _choose(pointer: Any) -> None:
     scores, stride, rows, count, wanted, normalizes, experts, shares_of, scratch = _nine(pointer)
     chosen, weights = int64s(experts, (rows, wanted)), float32s(shares_of, (rows, wanted))
-    first, end = own_rows(pointer, rows)
+    first, end = thread_rows(pointer, rows)
     shares = float32s(scratch + 4 * count * first, count)
     for row in range(first, end):
         _softmax(bfloat16_row(scores, row, stride), count, shares)
@@ -78,7 +78,7 @@ experts] in float32."""
 def _gate_chosen(pointer: Any) -> None:
     source, experts, shares_of, target, rows, count, inner, wanted = _eight(pointer)
     chosen, weights = int64s(experts, (rows, wanted)), float32s(shares_of, (rows, wanted))
-    first, end = own_rows(pointer, rows)
+    first, end = thread_rows(pointer, rows)
     for row in range(first, end):
         for expert in range(count):
             place = row * count + expert

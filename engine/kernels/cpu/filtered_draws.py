@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arithmetic import float32s, float64s, int32s, int64s
-from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_shares
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, thread_shares
 from engine.kernels.cpu.logits import (
     LOWEST_ORDER,
     logit_of,
@@ -211,7 +211,7 @@ def _draw(pointer: Any) -> None:
     scales, uniforms = float32s(own.scales, rows), float64s(own.uniforms, rows)
     top_k, top_p = int64s(own.top_k, rows), float64s(own.top_p, rows)
     depths, drawn = float32s(own.depths, rows), int64s(own.target, rows)
-    _, thread, threads = own_shares(pointer)
+    _, thread, threads = thread_shares(pointer)
     chunks, room = (vocab + CHUNK - 1) // CHUNK, vocab + BLOCK
     held = own.scratch + 4 * own.stride * thread
     chunk, bits = float32s(held, CHUNK), int32s(held, CHUNK)

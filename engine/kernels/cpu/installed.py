@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.kernels.cpu.compiling import Kernel
-from engine.kernels.cpu.kept import installed_directory
+from engine.kernels.cpu.kernel_cache import installed_directory
 from engine.kernels.cpu.targets import X86_TARGETS, Target
 from engine.kernels.processor import is_x86
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.kernels.cpu.arithmetic import float32s
 from engine.kernels.cpu.avx512 import LINE, stack_memory
-from engine.kernels.cpu.compiling import Kernel, compiled_apart, own_shares
+from engine.kernels.cpu.compiling import Kernel, compiled_once, thread_shares
 from engine.kernels.cpu.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
 from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
@@ -30,7 +30,7 @@ _scratch = stack_memory(ROWS * SUMS_BYTES)
 _ZERO = np.float32(0)
 
 
-@compiled_apart
+@compiled_once
 def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int) -> None:
     """Sum at most `ROWS` rows of a block into sums [rows, WIDTH] float32.
 
@@ -69,7 +69,7 @@ def add_rows(x: int, stride: int, columns: int, pairs: int, sums: int, rows: int
 def _product(pointer: Any) -> None:
     own = Product(*product_arguments(pointer))
     rows, inputs, column_parts = own.rows, own.inputs, own.column_parts
-    num_shares, thread, threads = own_shares(pointer)
+    num_shares, thread, threads = thread_shares(pointer)
     sums = _scratch()
     for share in range(thread, num_shares, threads):
         begin, end = part_of(own.outputs // BLOCK, share % column_parts, column_parts)

@@ -14,7 +14,7 @@ from numba import types
 
 from engine.kernels.cpu.arithmetic import bfloat16s, float32s, float_of, int64s
 from engine.kernels.cpu.avx512 import LANES, LINE
-from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, own_shares
+from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, thread_shares
 from engine.kernels.cpu.intrinsics import instruction
 from engine.kernels.cpu.packing import CHUNK, STRIP, find_keys, pack_keys, pack_values
 from engine.kernels.cpu.pair_sums import GROUP, SUMS_BYTES, WIDTH, adder
@@ -299,7 +299,7 @@ def patch_attention(group: int, head_dim: int, kv_heads: int) -> Kernel:
 
     def attend(pointer: Any) -> None:
         own = _Arguments(*_arguments(pointer))
-        num_shares, thread, threads = own_shares(pointer)
+        num_shares, thread, threads = thread_shares(pointer)
         begins = int64s(own.begins, num_shares + 1)
         shape = _Shape(group, head_dim, padded, row_bytes)
         score = _Scores(own.window, float_of(own.scale), float_of(own.cap), float_of(own.power))

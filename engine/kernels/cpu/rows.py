@@ -19,10 +19,10 @@ from engine.kernels.cpu.compiling import (
     Kernel,
     arguments_of,
     bits_of,
-    own_rows,
+    thread_rows,
     threads_for,
 )
-from engine.kernels.reference import computed_by_rows
+from engine.kernels.reference import row_independent
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _SHARED_VALUES = 1 << 15
@@ -34,7 +34,7 @@ _four, _six, _seven, _nine = (arguments_of(count) for count in (4, 6, 7, 9))
 def _rms_norm(pointer: Any) -> None:
     source, weights, target, rows, width, eps = _six(pointer)
     weight = float32s(weights, width)
-    first, end = own_rows(pointer, rows)
+    first, end = thread_rows(pointer, rows)
     for row in range(first, end):
         x, out = bfloat16_row(source, row, width), bfloat16_row(target, row, width)
         squares = _ZERO
@@ -50,7 +50,7 @@ def _rms_norm(pointer: Any) -> None:
 def _rms_norm_heads(pointer: Any) -> None:
     source, weights, tokens, stride, heads, dim, eps = _seven(pointer)
     weight = float32s(weights, (heads, dim))
-    first, end = own_rows(pointer, tokens)
+    first, end = thread_rows(pointer, tokens)
     for token in range(first, end):
         for head in range(heads):
             x = bfloat16_row(source + 2 * (token * stride + head * dim), 0, dim)
@@ -65,7 +65,7 @@ def _rms_norm_heads(pointer: Any) -> None:
 
 def _swiglu(pointer: Any) -> None:
     source, target, rows, inner = _four(pointer)
-    first, end = own_rows(pointer, rows)
+    first, end = thread_rows(pointer, rows)
     for row in range(first, end):
         gate, up = bfloat16_row(source, 2 * row, inner), bfloat16_row(source, 2 * row + 1, inner)
         out = bfloat16_row(target, row, inner)
@@ -77,7 +77,7 @@ def _rotate_and_store(pointer: Any) -> None:
     source, cosines, sines, cache, slots, tokens, heads, kv_heads, dim = _nine(pointer)
     half, first_kept, kept = dim // 2, heads * dim, 2 * kv_heads * dim
     slot = int64s(slots, tokens)
-    first, end = own_rows(pointer, tokens)
+    first, end = thread_rows(pointer, tokens)
     for token in range(first, end):
         qkv = bfloat16_row(source, token, first_kept + kept)
         cos, sin = bfloat16_row(cosines, token, dim), bfloat16_row(sines, token, dim)
@@ -108,7 +108,7 @@ cache, which receives the last two; slots [tokens] int64; tokens, heads, kv_head
 class CompiledKernels:
     """See `engine.kernels.registry.FusedKernels`; all take bfloat16."""
 
-    @computed_by_rows
+    @row_independent
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale each row to a root mean square of one, then by the weights."""
         x = x.contiguous()
@@ -127,7 +127,7 @@ class CompiledKernels:
         rms_norm_heads(threads, *addresses, tokens, stride, count, dim, bits_of(eps))
         return heads
 
-    @computed_by_rows
+    @row_independent
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         gate_up = gate_up.contiguous()

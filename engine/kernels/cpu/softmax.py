@@ -26,7 +26,7 @@ from engine.kernels.cpu.avx512 import (
     times_power_of_two,
     where,
 )
-from engine.kernels.cpu.compiling import compiled, compiled_apart
+from engine.kernels.cpu.compiling import compiled, compiled_once
 
 LOWEST = -3e38
 """Maximum without any scores."""
@@ -56,7 +56,7 @@ def _power_of_two(x: Any) -> Any:
     return times_power_of_two(result, whole)
 
 
-@compiled_apart
+@compiled_once
 def cap_scores(scores: int, cap: Any, power: Any) -> None:
     """Cap a block's scores s to cap * tanh(s * scale / cap).
 
@@ -69,7 +69,7 @@ def cap_scores(scores: int, cap: Any, power: Any) -> None:
         store_floats(at, spread(cap) * tanh)
 
 
-@compiled_apart
+@compiled_once
 def raise_maximum(scores: int, maximums: int, first: int, end: int) -> None:
     """Raise each lane's maximum by a block's scores of the keys from `first` to `end`."""
     largest = floats_at(maximums)
@@ -80,7 +80,7 @@ def raise_maximum(scores: int, maximums: int, first: int, end: int) -> None:
     store_floats(maximums, largest)
 
 
-@compiled_apart
+@compiled_once
 def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any) -> None:
     """Reduce the lanes' maximums to the row's, and rescale its sums.
 
@@ -94,7 +94,7 @@ def settle_maximum(lanes: int, settled: int, sums: int, factor: int, scale: Any)
     store_floats(sums, floats_at(sums) * scaling)
 
 
-@compiled_apart
+@compiled_once
 def store_weights(
     scores: int, weights: int, settled: int, sums: int, scale: Any, first: int, end: int
 ) -> None:
@@ -112,7 +112,7 @@ def store_weights(
     store_floats(sums, total)
 
 
-@compiled_apart
+@compiled_once
 def add_scaled(sums: int, factor: int, added: int) -> None:
     """Multiply a block of sums by a factor and add another block."""
     scaling = floats_at(factor)
@@ -121,7 +121,7 @@ def add_scaled(sums: int, factor: int, added: int) -> None:
         store_floats(sums + at, multiply_add(floats_at(sums + at), scaling, floats_at(added + at)))
 
 
-@compiled_apart
+@compiled_once
 def store_averages(weighted: int, sums: int, vectors: int, target: int) -> None:
     """Divide weighted sums, `vectors` vectors, by the sum of weights; store them in bfloat16."""
     total = sum_of_lanes(floats_at(sums))

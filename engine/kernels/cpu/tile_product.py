@@ -20,7 +20,7 @@ from engine.kernels.cpu.amx import (
     store_tall,
     store_wide,
 )
-from engine.kernels.cpu.compiling import Kernel, compiled, own_shares
+from engine.kernels.cpu.compiling import Kernel, compiled, thread_shares
 from engine.kernels.cpu.results import Product, part_of, product_arguments, store_results
 
 BLOCK = 32
@@ -91,7 +91,7 @@ def _wide(own: Any, patches: int, block: int, last: int, is_ahead: bool) -> None
 def _product(pointer: Any) -> None:
     own = Product(*product_arguments(pointer))
     rows, column_parts = own.rows, own.column_parts
-    num_shares, thread, threads = own_shares(pointer)
+    num_shares, thread, threads = thread_shares(pointer)
     patches = scratch()
     kept = patches + 2 * PATCH_BYTES
     keep_configuration(kept)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.reference import computed_by_rows
+from engine.kernels.reference import row_independent
 
 
 @triton.jit
@@ -126,7 +126,7 @@ _GATED_AT_ONCE = 1024
 class CudaKernels:
     """See `engine.kernels.registry.FusedKernels`."""
 
-    @computed_by_rows
+    @row_independent
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale each row to a root mean square of one, then by the weights."""
         x = x.contiguous()
@@ -154,7 +154,7 @@ class CudaKernels:
             )
         return heads
 
-    @computed_by_rows
+    @row_independent
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         gate_up = gate_up.contiguous()

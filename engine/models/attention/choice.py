@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.kernels import registry
-from engine.kernels.processor import kernel_attends_to_prompts
+from engine.kernels.processor import prompt_kernel_is_faster
 from engine.kernels.registry import FusedKernels
 from engine.kernels.trust import is_close, trusted
 from engine.models.attention.cuda import CudaAttention
@@ -96,27 +96,29 @@ def scores_are_capped(spec: ModelSpec) -> UnsupportedModel:
     )
 
 
-def attends_by_pairs(spec: ModelSpec) -> bool:
+def has_patch_attention(spec: ModelSpec) -> bool:
     """Return whether one CPU kernel can compute all tokens of this model, each separately.
 
     Raises:
         ImportError: no kernel compiler is installed.
     """
-    return spec.latent is None and not spec.has_chunks and registry.attends_by_pairs(spec.head_dim)
+    return (
+        spec.latent is None and not spec.has_chunks and registry.has_patch_attention(spec.head_dim)
+    )
 
 
 def _of_cpus(
     stock: PagedAttention, spec: ModelSpec, dtype: torch.dtype, *, token_by_token: bool
 ) -> Attention | None:
     """Return kernel attention if it compiles and agrees with `stock`, else None."""
-    if not attends_by_pairs(spec):
+    if not has_patch_attention(spec):
         return None
 
     def build() -> Attention:
         from engine.models.attention.patches import PatchAttention  # imports Numba
 
         patches = PatchAttention(heads_of(spec))
-        whole = token_by_token or kernel_attends_to_prompts()
+        whole = token_by_token or prompt_kernel_is_faster()
         return patches if whole else FusedAttention(stock, patches)
 
     return trusted(build, lambda built: _agree(built, stock, spec, dtype), "operators of attention")

@@ -171,7 +171,7 @@ class PagedAttention:
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, is_causal, attn_mask=attn_mask, scale=self._scale
         )
-        return beside_sinks(out, sums, sinks)
+        return with_sinks(out, sums, sinks)
 
     def _attend_padded(
         self, queries: Tensor, flat: Tensor, group: PaddedGroup, sinks: Tensor | None
@@ -308,7 +308,7 @@ class PagedAttention:
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(queries.dtype)
 
 
-def beside_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+def with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
     """Rescale, in place, averages over keys to include sinks in the softmax.
 
     Args:
@@ -352,6 +352,6 @@ def _plain_products(
         out = torch.matmul(weights, values)
         if sinks is not None:
             own = sinks if sinks.shape[-1] == 1 else sinks[..., first : first + at_once]
-            out = beside_sinks(out, scores.float().logsumexp(-1), own)
+            out = with_sinks(out, scores.float().logsumexp(-1), own)
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

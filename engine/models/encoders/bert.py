@@ -4,7 +4,7 @@ import torch
 
 from engine.models.encoders.builder import Builder, Config, activation_of
 from engine.models.encoders.encoder import Encoder, EncoderLayer, EncoderLayers
-from engine.models.families.reading import integer, number
+from engine.models.families.config_fields import integer, number
 from engine.models.layers import Chain
 from engine.models.module import Rows
 from engine.models.spec import UnsupportedModel

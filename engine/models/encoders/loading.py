@@ -12,7 +12,7 @@ from engine.models.encoders import bert, modernbert
 from engine.models.encoders.builder import Builder
 from engine.models.encoders.encoder import Encoder
 from engine.models.encoders.tensors import DummyTensors, StoredTensors, Tensors
-from engine.models.families.reading import integer
+from engine.models.families.config_fields import integer
 from engine.models.hf_config import read_config
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import ModelConfig

@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.models.formats.files import (
     CheckpointError,
     TensorFiles,
-    drawn,
-    drawn_fingerprint,
-    some,
+    abbreviated,
+    random_fingerprint,
+    random_tensor,
 )
 
 
@@ -71,7 +71,7 @@ class StoredTensors:
         if unread:
             raise CheckpointError(
                 f"the weights in {self._directory} do not fit the model's config: unexpected "
-                f"{some(unread)}"
+                f"{abbreviated(unread)}"
             )
 
     def fingerprint(self) -> str:
@@ -89,14 +89,14 @@ class DummyTensors:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Draw a tensor; norm weights are ones."""
-        return drawn(name, shape, self._seed, self.dtype)
+        return random_tensor(name, shape, self._seed, self.dtype)
 
     def finish(self, *ignored: str) -> None:
         """Do nothing: no tensors exist but those taken."""
 
     def fingerprint(self) -> str:
         """Return a digest of the config, seed and dtype."""
-        return drawn_fingerprint(self._config, self._seed, self.dtype)
+        return random_fingerprint(self._config, self._seed, self.dtype)
 
 
 Tensors = StoredTensors | DummyTensors

@@ -25,7 +25,7 @@ from engine.models.fallback.trial import check_parts, narrow_windows, trial_toke
 from engine.models.formats.files import (
     CheckpointError,
     TensorFiles,
-    some,
+    abbreviated,
     weights_fingerprint,
 )
 from engine.models.formats.pretrained import read_pretrained
@@ -155,7 +155,7 @@ def _read(directory: Path, model_class: Any, config: Any, settings: ModelConfig)
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {directory} do not fit the model's config: {some(problems)}"
+            f"the weights in {directory} do not fit the model's config: {abbreviated(problems)}"
         )
     return model
 

@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import layer_windows, llama_spec, number, read_rope
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
-from engine.models.families.reading import layer_windows, llama_spec, number, read_rope
+from engine.models.families.tensor_names import llama_weights
 from engine.models.spec import ModelSpec, NormSpec
 
 

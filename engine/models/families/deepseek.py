@@ -5,9 +5,9 @@ from math import log
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import grouped_experts, integer, llama_spec, read_rope
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import CORRECTED_NAMES, named_weights
-from engine.models.families.reading import grouped_experts, integer, llama_spec, read_rope
+from engine.models.families.tensor_names import CORRECTED_NAMES, named_weights
 from engine.models.spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec, UnsupportedModel
 
 _NAMES = {

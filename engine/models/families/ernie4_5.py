@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import integer, llama_spec, number, read_rope
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, stored_name
-from engine.models.families.reading import integer, llama_spec, number, read_rope
+from engine.models.families.tensor_names import LLAMA_NAMES, stored_name
 from engine.models.spec import ModelSpec, MoeSpec, UnsupportedModel
 from engine.models.weights import Shape, Source, WeightMap, weight_map
 

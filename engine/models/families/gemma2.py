@@ -4,9 +4,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from engine.models.families.family import Config, Family
-from engine.models.families.placing import named_weights
-from engine.models.families.reading import (
+from engine.models.families.config_fields import (
     cap,
     layer_windows,
     llama_spec,
@@ -14,6 +12,8 @@ from engine.models.families.reading import (
     read_activation,
     read_rope,
 )
+from engine.models.families.family import Config, Family
+from engine.models.families.tensor_names import named_weights
 from engine.models.spec import ModelSpec, RopeSpec, UnsupportedModel
 
 _NAMES = {

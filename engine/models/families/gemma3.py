@@ -5,15 +5,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.models.families.family import Config, Family
-from engine.models.families.gemma2 import gemma_spec, gemma_weights
-from engine.models.families.reading import (
+from engine.models.families.config_fields import (
     cap,
     integer,
     layer_windows,
     layered_ropes,
     siglip_spec,
 )
+from engine.models.families.family import Config, Family
+from engine.models.families.gemma2 import gemma_spec, gemma_weights
 from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _VISION_DEFAULTS: dict[str, Any] = {

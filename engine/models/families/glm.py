@@ -8,14 +8,14 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import grouped_experts, llama_spec, read_rope
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import (
+from engine.models.families.tensor_names import (
     CORRECTED_NAMES,
     LLAMA_NAMES,
     fused_weights,
     named_weights,
 )
-from engine.models.families.reading import grouped_experts, llama_spec, read_rope
 from engine.models.spec import ModelSpec
 from engine.models.weights import WeightMap
 

@@ -4,9 +4,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import expert_layers, layer_windows, llama_spec, number
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, stacked_experts
-from engine.models.families.reading import expert_layers, layer_windows, llama_spec, number
+from engine.models.families.tensor_names import LLAMA_NAMES, stacked_experts
 from engine.models.spec import ClampSpec, ModelSpec
 
 _NAMES = {**LLAMA_NAMES, "router": "router"}

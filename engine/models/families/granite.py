@@ -7,9 +7,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import expert_layers, llama_spec, number
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, llama_weights, stacked_experts
-from engine.models.families.reading import expert_layers, llama_spec, number
+from engine.models.families.tensor_names import LLAMA_NAMES, llama_weights, stacked_experts
 from engine.models.spec import ModelSpec
 
 _MOE_NAMES = {**LLAMA_NAMES, "mlp": "block_sparse_moe", "router": "router.layer"}

@@ -7,14 +7,20 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import (
+    integer,
+    llama_spec,
+    number,
+    read_rope,
+    rotated_layers,
+)
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import (
+from engine.models.families.tensor_names import (
     NOT_TEXT,
     TEXT_PREFIXES,
     llama_weights,
     stacked_experts,
 )
-from engine.models.families.reading import integer, llama_spec, number, read_rope, rotated_layers
 from engine.models.spec import ModelSpec, MoeSpec, TemperatureSpec, UnsupportedModel
 
 _NAMES_4 = {

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from engine.models.families import llama, mistral, qwen
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import NOT_TEXT, TEXT_PREFIXES, llama_weights
+from engine.models.families.tensor_names import NOT_TEXT, TEXT_PREFIXES, llama_weights
 from engine.models.families.towers import read_tower
 from engine.models.spec import ModelSpec, UnsupportedModel
 

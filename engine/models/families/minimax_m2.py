@@ -2,9 +2,15 @@
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import (
+    expert_layers,
+    integer,
+    llama_spec,
+    number,
+    read_rope,
+)
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import MIXTRAL_NAMES, stored_name
-from engine.models.families.reading import expert_layers, integer, llama_spec, number, read_rope
+from engine.models.families.tensor_names import MIXTRAL_NAMES, stored_name
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.models.weights import Shape, Source, WeightMap, weight_map
 

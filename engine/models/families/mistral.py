@@ -4,19 +4,19 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import (
+    expert_layers,
+    llama_spec,
+    rope_parameters,
+    uniform_windows,
+)
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import (
+from engine.models.families.tensor_names import (
     MIXTRAL_NAMES,
     NOT_TEXT,
     TEXT_PREFIXES,
     llama_weights,
     named_weights,
-)
-from engine.models.families.reading import (
-    expert_layers,
-    llama_spec,
-    rope_parameters,
-    uniform_windows,
 )
 from engine.models.families.towers import read_tower
 from engine.models.spec import ModelSpec, TemperatureSpec

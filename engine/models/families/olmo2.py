@@ -4,9 +4,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import layer_windows, layered_ropes, llama_spec
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import named_weights
-from engine.models.families.reading import layer_windows, layered_ropes, llama_spec
+from engine.models.families.tensor_names import named_weights
 from engine.models.spec import ModelSpec
 
 _NAMES = {

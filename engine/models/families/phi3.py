@@ -4,9 +4,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import llama_spec, read_rope, uniform_windows
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import LLAMA_NAMES, fused_weights
-from engine.models.families.reading import llama_spec, read_rope, uniform_windows
+from engine.models.families.tensor_names import LLAMA_NAMES, fused_weights
 from engine.models.spec import ModelSpec
 
 

@@ -2,15 +2,15 @@
 
 from msgspec.structs import replace
 
-from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
-from engine.models.families.reading import (
+from engine.models.families.config_fields import (
     integer,
     layer_windows,
     llama_spec,
     switched_window,
     uniform_windows,
 )
+from engine.models.families.family import Config, Family
+from engine.models.families.tensor_names import llama_weights
 from engine.models.spec import ModelSpec, MoeSpec
 
 

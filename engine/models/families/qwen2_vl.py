@@ -4,10 +4,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import integer, llama_spec, read_rope, rope_parameters
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
 from engine.models.families.qwen import qwen_windows
-from engine.models.families.reading import integer, llama_spec, read_rope, rope_parameters
+from engine.models.families.tensor_names import llama_weights
 from engine.models.spec import ModelSpec, QwenVisionSpec, RopeSpec, UnsupportedModel
 
 _VISION_DEFAULTS: dict[str, Any] = {

@@ -4,9 +4,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engine.models.families.config_fields import integer, llama_spec, siglip_spec
 from engine.models.families.family import Config, Family
-from engine.models.families.placing import llama_weights
-from engine.models.families.reading import integer, llama_spec, siglip_spec
+from engine.models.families.tensor_names import llama_weights
 from engine.models.spec import ModelSpec, SiglipSpec, UnsupportedModel
 
 _TEXT_TYPES = (None, "llama", "smolvlm", "idefics3")

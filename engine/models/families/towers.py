@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from engine.models.families.config_fields import integer
 from engine.models.families.family import Config
-from engine.models.families.reading import integer
 from engine.models.spec import TowerSpec
 
 _STRATEGIES = {"clip_vision_model": "default", "siglip_vision_model": "full"}

@@ -16,8 +16,8 @@ from engine.models.formats.files import (
     CheckpointError,
     TensorFiles,
     compare,
-    drawn,
-    drawn_fingerprint,
+    random_fingerprint,
+    random_tensor,
 )
 from engine.models.formats.quantized.floats import FloatWeight
 from engine.models.formats.quantized.integers import BadQuantization, IntegerWeight
@@ -237,8 +237,8 @@ class DummyCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """Draw one tensor; norm weights are ones."""
-        return drawn(name, self._layout[name], self._seed, self._dtype)
+        return random_tensor(name, self._layout[name], self._seed, self._dtype)
 
     def fingerprint(self) -> str:
         """Return a digest of the config, seed and dtype."""
-        return drawn_fingerprint(self._config, self._seed, self._dtype)
+        return random_fingerprint(self._config, self._seed, self._dtype)

@@ -106,7 +106,7 @@ def weight_files(directory: Path) -> list[Path]:
         files = [directory / "model.safetensors"]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise CheckpointError(f"{directory} lacks {some(missing)}")
+        raise CheckpointError(f"{directory} lacks {abbreviated(missing)}")
     return files
 
 
@@ -138,17 +138,17 @@ def compare(
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {path} do not fit the model's config: {some(problems)}"
+            f"the weights in {path} do not fit the model's config: {abbreviated(problems)}"
         )
 
 
-def some(items: list[str]) -> str:
+def abbreviated(items: list[str]) -> str:
     """Return the first items as text, and the number of omitted ones."""
     more = len(items) - _MAX_PROBLEMS
     return "; ".join(items[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
+def random_tensor(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
     """Draw a tensor that depends only on the seed and its name; norm weights are ones."""
     if name.lower().endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
@@ -161,7 +161,7 @@ def drawn(name: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
     return values.view(shape)
 
 
-def drawn_fingerprint(config: bytes, seed: int, dtype: torch.dtype) -> str:
+def random_fingerprint(config: bytes, seed: int, dtype: torch.dtype) -> str:
     """Return a digest of the config, seed and dtype, which determine the drawn weights."""
     return hashlib.sha256(config + f"dummy {seed} {dtype}".encode()).hexdigest()[:_LENGTH]
 

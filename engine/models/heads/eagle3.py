@@ -17,7 +17,7 @@ from engine.models.attention.projections import HeadProjections, LayerSettings
 from engine.models.attention.rotary import Rotary, rotary_table
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families.config import with_defaults
-from engine.models.families.reading import integer, llama_spec, read_rope
+from engine.models.families.config_fields import integer, llama_spec, read_rope
 from engine.models.formats.checkpoint import Checkpoint
 from engine.models.formats.files import CheckpointError, TensorFiles, compare
 from engine.models.heads.head import DraftHead, DraftVocabulary
@@ -43,7 +43,7 @@ def is_eagle3(config: dict[str, Any]) -> bool:
     return kind == "eagle3" or any("eagle3" in name for name in names)
 
 
-def is_other_head(config: dict[str, Any]) -> bool:
+def is_unsupported_head(config: dict[str, Any]) -> bool:
     """Return whether a config.json is that of an unsupported kind of draft head."""
     names = [str(name).lower() for name in config.get("architectures") or []]
     known = ("eagle", "medusa", "speculator", "dflash", "mtp")
@@ -173,7 +173,7 @@ def load_eagle3(
     compare(directory, expected, checkpoint.shapes, redundant=_ADDED)
     dtype, device = types.activations, target.device
     products = ProductLoader(
-        checkpoint, dtype, device, quantization=quantization, is_by_rows=False, bank=None
+        checkpoint, dtype, device, quantization=quantization, is_row_independent=False, bank=None
     )
     bias = products.copy("fc.bias") if "fc.bias" in checkpoint.shapes else None
     norms = {
@@ -254,11 +254,11 @@ class Eagle3Entry(Module):
         """Normalized embeddings of the current step's tokens."""
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Store embeddings for `beside`; return the residual."""
+        """Store embeddings for `attention_input`; return the residual."""
         self._embedded = self.input_layernorm(embedded)
         return self.hidden_norm(states) if self._norms_residual else states
 
-    def beside(self, states: Tensor) -> Tensor:
+    def attention_input(self, states: Tensor) -> Tensor:
         """Return the attention input [tokens, 2 * hidden]: embeddings and states concatenated."""
         assert self._embedded is not None, "tokens enter first"
         normed = states if self._norms_residual else self.hidden_norm(states)
@@ -274,7 +274,7 @@ def _layer(
     qkv_bias = [f"{name}.bias" for name in names] if spec.qkv_bias else []
     output_bias = [prefix + "o_proj.bias"] if spec.output_bias else []
     return DecoderLayer(
-        attention_norm=enter.beside,
+        attention_norm=enter.attention_input,
         self_attn=HeadProjections(
             spec,
             LayerSettings(window=None, rope=0),

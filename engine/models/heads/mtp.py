@@ -89,7 +89,7 @@ def load_mtp(
     )
     products = ProductLoader(
         checkpoint, types.activations, target.device,
-        quantization=quantization, is_by_rows=False, bank=None,
+        quantization=quantization, is_row_independent=False, bank=None,
     )  # fmt: skip
 
     def norm(name: str) -> Rows:

@@ -165,7 +165,7 @@ class DecoderLoader:
             types.activations,
             device,
             quantization=quantization,
-            is_by_rows=batch_invariant,
+            is_row_independent=batch_invariant,
             bank=self._bank,
             by_kernels=kernels is not None,
         )

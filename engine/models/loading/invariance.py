@@ -6,7 +6,7 @@ import torch
 
 from engine.kernels.processor import is_invariance_cheap, is_invariance_free
 from engine.kernels.registry import FusedKernels, has_product_kernel
-from engine.models.attention.choice import attends_by_pairs, scores_are_capped
+from engine.models.attention.choice import has_patch_attention, scores_are_capped
 from engine.models.settings import ComputeTypes
 from engine.models.spec import ModelSpec, UnsupportedModel
 from engine.shared.config import EngineConfig
@@ -74,7 +74,7 @@ def _reason_against(
 
 def has_invariant_kernels(spec: ModelSpec, kernels: FusedKernels | None) -> bool:
     """Return whether this CPU's kernels compute each row of products and attention separately."""
-    return kernels is not None and has_product_kernel() and attends_by_pairs(spec)
+    return kernels is not None and has_product_kernel() and has_patch_attention(spec)
 
 
 def require_batch_invariance(
@@ -102,7 +102,7 @@ def require_batch_invariance(
         )
     if device.type == "cpu":
         by_kernel = (
-            kernels is not None and types.kv_cache_dtype == "auto" and attends_by_pairs(spec)
+            kernels is not None and types.kv_cache_dtype == "auto" and has_patch_attention(spec)
         )
         if spec.attention_softcap is not None and not by_kernel:
             raise scores_are_capped(spec)

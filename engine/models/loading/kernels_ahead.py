@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from engine.kernels.registry import has_experts_kernel
-from engine.models.attention.choice import attends_by_pairs
+from engine.models.attention.choice import has_patch_attention
 from engine.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _kernels_of(spec: ModelSpec, draws_tokens: bool) -> Iterator["Kernel"]:
     plain = moe if moe is not None and moe.has_plain_experts else None
     if plain is not None and has_experts_kernel(hidden, plain.intermediate_size):
         yield chosen_experts.compute
-    if attends_by_pairs(spec):
+    if has_patch_attention(spec):
         yield patch_attention(spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.num_kv_heads)
     if draws_tokens:
         yield draws.draw

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels.reference import Experts, choose_experts, gating
 from engine.kernels.registry import (
     FusedKernels,
-    choosing,
+    expert_choice,
     experts_kernel,
     swiglu_of_chosen,
 )
@@ -100,7 +100,9 @@ class MlpLoader:
     def load_share(self, experts: DistributedExperts, prefix: str, layer: int) -> None:
         """Keep this engine's experts, drop all others and load missing ones."""
         assert self._group is not None
-        experts.hold(*self._group.local_copies(layer), lambda number: self._expert(prefix, number))
+        experts.set_local_experts(
+            *self._group.local_copies(layer), lambda number: self._expert(prefix, number)
+        )
 
     def _router(self, moe: MoeSpec, prefix: str) -> Router | GroupRouter:
         # The choice of experts is sensitive to small differences, and the product is small.
@@ -122,7 +124,7 @@ class MlpLoader:
         if by_softmax:
             choose = choose_experts
             if self._kernels is not None:
-                choose = choosing(products.dtype, products.device)
+                choose = expert_choice(products.dtype, products.device)
             return Router(
                 score,
                 moe.num_experts,
@@ -156,8 +158,8 @@ class MlpLoader:
                 made = by_kernel(self._expert_weights(moe, prefix))
                 return KernelExperts(made, made.weights)
         num_bytes = 3 * moe.num_experts * hidden * inner * products.dtype.itemsize
-        suits = StackedExperts.suits(moe.num_experts, moe.experts_per_token, num_bytes)
-        if not suits or not moe.has_plain_experts or products.bank is not None:
+        is_small = StackedExperts.is_small_enough(moe.num_experts, moe.experts_per_token, num_bytes)
+        if not is_small or not moe.has_plain_experts or products.bank is not None:
             experts = [self._expert(prefix, i) for i in range(moe.num_experts)]
             return GroupedExperts(experts, products.bank)
         gate_up, down = zip(*self._expert_weights(moe, prefix), strict=True)

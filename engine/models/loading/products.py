@@ -19,7 +19,7 @@ from engine.models.products.int4 import Int4Linear, Int4Weights, fits_int4, join
 from engine.models.products.int8 import prepare_int8
 from engine.models.products.invariant import InvariantLinear
 from engine.models.products.mxfp4 import Mxfp4Linear, Mxfp4Weights
-from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
+from engine.models.products.row_blocks import RowBlocks, is_row_independent, probe_rows
 
 _Function = TypeVar("_Function", bound=Rows)
 
@@ -37,7 +37,7 @@ class ProductLoader:
         device: torch.device,
         *,
         quantization: Quantization | None,
-        is_by_rows: bool,
+        is_row_independent: bool,
         bank: AdapterBank | None,
         by_kernels: bool = False,
     ) -> None:
@@ -45,7 +45,7 @@ class ProductLoader:
 
         Args:
             dtype: of weights and activations.
-            is_by_rows: whether no row may depend on others (`engine.models.products.row_blocks`).
+            is_row_independent: whether rows must not depend on others (see `row_blocks`).
             bank: adapters used by the products, if the model is served with any.
             by_kernels: whether kernels of `engine.kernels` compute products where available.
         """
@@ -54,7 +54,7 @@ class ProductLoader:
         self.bank = bank
         self.dtype = dtype
         self._quantization = quantization
-        self.is_by_rows = is_by_rows
+        self.is_row_independent = is_row_independent
         self._by_kernels = by_kernels
 
     def adapted(self, product: Rows, names: list[str], widths: list[int], inputs: int) -> Rows:
@@ -77,7 +77,11 @@ class ProductLoader:
         `dtype` is that of the rows; default: activations. On CUDA no wrapper is needed: products
         are row-wise, and other operations treat values or rows separately.
         """
-        if not self.is_by_rows or self.device.type == "cuda" or is_by_rows(function):
+        if (
+            not self.is_row_independent
+            or self.device.type == "cuda"
+            or is_row_independent(function)
+        ):
             return function
         return RowBlocks(function, probe_rows(width, dtype or self.dtype))
 
@@ -99,7 +103,7 @@ class ProductLoader:
         Kernels are row-wise, and float32 products support almost any number of rows.
         """
         in_parts = self.by_kernels or (self.is_plain and self.dtype == torch.float32)
-        return self.is_by_rows and in_parts
+        return self.is_row_independent and in_parts
 
     def linear(self, *names: str, bias: list[str] | None = None) -> Rows:
         """Return the product with some weights concatenated by outputs, plus their biases."""
@@ -137,13 +141,15 @@ class ProductLoader:
         """Return the product with a weight [outputs, inputs], quantized to 8 bits if configured."""
         if self._quantization == "int8":
             return prepare_int8(weight, bias)
-        if self.is_by_rows and weight.device.type == "cuda":
+        if self.is_row_independent and weight.device.type == "cuda":
             return InvariantLinear(weight, bias)
         return self.plain(weight, bias)
 
     def plain(self, weight: Tensor, bias: Tensor | None) -> Rows:
         """Return the product with an unquantized weight."""
-        return prepare_linear(weight, bias, by_rows=self.is_by_rows, by_kernels=self._by_kernels)
+        return prepare_linear(
+            weight, bias, by_rows=self.is_row_independent, by_kernels=self._by_kernels
+        )
 
     def whole_blocks(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pad the outputs with zeros to whole blocks, which kernels require."""

@@ -332,7 +332,9 @@ class DistributedExperts(Module):
         """In the order of `share`."""
         self._load: Callable[[int], nn.Module]
 
-    def hold(self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]) -> None:
+    def set_local_experts(
+        self, first: int, share: Sequence[int], load: Callable[[int], nn.Module]
+    ) -> None:
         """Drop the experts that are not in the share, then load missing ones.
 
         `first` is the number of the first local copy; see `ExpertGroup.local_copies`.
@@ -344,7 +346,7 @@ class DistributedExperts(Module):
 
     def change(self) -> None:
         """Apply the group's current placement."""
-        self.hold(*self._group.local_copies(self._layer), self._load)
+        self.set_local_experts(*self._group.local_copies(self._layer), self._load)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; see `engine.models.moe.Experts`.

@@ -87,14 +87,14 @@ def _sums(blocks: Tensor, weights: Tensor, rows: int) -> Tensor:
 
 def _bags(num_blocks: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the embedding indices of all sums, concatenated, and the start of each sum."""
-    indices, starts = _most_bags(rows, width)
+    indices, starts = _max_bags(rows, width)
     if num_blocks * rows > len(starts):
         return _new_bags(num_blocks, rows, width)  # one block alone exceeds the maximum
     return indices[: num_blocks * rows * width], starts[: num_blocks * rows]
 
 
 @cache
-def _most_bags(rows: int, width: int) -> tuple[Tensor, Tensor]:
+def _max_bags(rows: int, width: int) -> tuple[Tensor, Tensor]:
     return _new_bags(_MAX_EMBEDDINGS // (rows * width), rows, width)
 
 

@@ -75,8 +75,8 @@ class PackedLinear(Module):
             RuntimeError: this processor cannot pack this dtype.
         """
         super().__init__()
-        self.is_by_rows = False
-        self._compiled: registry.AddingProduct | None = None
+        self.is_row_independent = False
+        self._compiled: registry.ProductWithAddends | None = None
         self._compiled_rows = 0
         self.kernel = _kernel("packed", weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
@@ -101,7 +101,7 @@ class PackedLinear(Module):
         self._compiled = registry.product(self.weight, weight, self.bias)
         if self._compiled is not None:
             self._compiled_rows = ALL_ROWS if by_rows else product_rows()
-            self.is_by_rows = self._compiled_rows == ALL_ROWS
+            self.is_row_independent = self._compiled_rows == ALL_ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out]."""

@@ -40,7 +40,7 @@ _TOLERANCE = 0.01
 class InvariantLinear(Module):
     """A product with 16-bit weights as stored, [out, in]."""
 
-    is_by_rows = True
+    is_row_independent = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compile the kernel; many rows use larger tiles if these give the same bits.

@@ -34,9 +34,9 @@ _FREE_ROWS = 8
 """Rows that may be added to save a call."""
 
 
-def is_by_rows(function: Callable[..., Any]) -> bool:
+def is_row_independent(function: Callable[..., Any]) -> bool:
     """Return whether a function is known to compute each row separately, so needs no blocks."""
-    return getattr(function, "is_by_rows", False)
+    return getattr(function, "is_row_independent", False)
 
 
 class RowBlocks(Module):

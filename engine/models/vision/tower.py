@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.models.formats.files import CheckpointError, some
+from engine.models.formats.files import CheckpointError, abbreviated
 from engine.models.formats.pretrained import read_pretrained
 from engine.models.module import Module
 from engine.models.spec import TowerSpec, UnsupportedModel
@@ -112,6 +112,6 @@ def _read(
     if problems:
         raise CheckpointError(
             f"the weights of the vision encoder in {directory} do not fit the model's config: "
-            f"{some(problems)}; --language-model-only serves the text model"
+            f"{abbreviated(problems)}; --language-model-only serves the text model"
         )
     return model

@@ -127,7 +127,7 @@ class Hello(Message, frozen=True):
 
 
 class ProcessUse(msgspec.Struct, frozen=True, array_like=True):
-    """Resource usage of a process; see `engine.shared.own_process`."""
+    """Resource usage of a process; see `engine.shared.process_state`."""
 
     cpu_seconds: float
     """Processor time over all CPUs since the start."""

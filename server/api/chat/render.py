@@ -28,11 +28,11 @@ from server.api.rendering import (
     ChunkStream,
     Renderer,
     WholeBody,
+    answer_kv_transfer,
+    answer_timing,
     chat_logprobs,
     encoded_each,
     prompt_scores,
-    timing_shown,
-    transfer_shown,
 )
 from server.generate.fold import Delta, FinishReason
 from server.generate.request import GenerationRequest
@@ -68,8 +68,8 @@ class ChatBody(WholeBody):
         choices = encoded_each(answers, self._shown)
         _add_details(usage, self._readers)
         made = ChatCompletionResponse(_id(request), request.created, request.model, choices, usage)
-        made.metrics = timing_shown(request, usage)
-        made.kv_transfer_params = transfer_shown(request)
+        made.metrics = answer_timing(request, usage)
+        made.kv_transfer_params = answer_kv_transfer(request)
         if scores is not None:
             made.prompt_logprobs = prompt_scores(prompt, scores, self._table)
         if self._show_ids and len(request.prompts) == 1:

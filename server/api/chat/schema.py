@@ -16,7 +16,7 @@ from server.schema.answer import (
 )
 from server.schema.body import Alternatives, JsonObject, RequestBody, Tokens
 from server.schema.fields import ReasoningEffort, SamplingFields, Verbosity
-from server.schema.kv_transfer import KvHandedOn
+from server.schema.kv_transfer import RemoteKvBlocks
 from server.schema.messages import ChatMessage
 from server.schema.support import (
     CHAT_TEMPLATE,
@@ -229,7 +229,7 @@ class ChatCompletionResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | UnsetType = UNSET
     """With --enable-per-request-metrics."""
-    kv_transfer_params: KvHandedOn | UnsetType | None = UNSET
+    kv_transfer_params: RemoteKvBlocks | UnsetType | None = UNSET
 
 
 class ChatDelta(msgspec.Struct):

@@ -16,11 +16,11 @@ from server.api.rendering import (
     ChunkStream,
     Renderer,
     WholeBody,
+    answer_kv_transfer,
+    answer_timing,
     encoded_each,
     prompt_scores,
-    timing_shown,
     token_names,
-    transfer_shown,
 )
 from server.generate.fold import Delta, ScoredToken
 from server.generate.request import GenerationRequest
@@ -74,8 +74,8 @@ class CompletionBody(WholeBody):
                 request.model,
                 encoded_each(answers, self._shown),
                 usage,
-                metrics=timing_shown(request, usage),
-                kv_transfer_params=transfer_shown(request),
+                metrics=answer_timing(request, usage),
+                kv_transfer_params=answer_kv_transfer(request),
             )
         )
 

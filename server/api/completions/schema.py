@@ -17,7 +17,7 @@ from server.schema.answer import (
 )
 from server.schema.body import Alternatives, Count, Tokens
 from server.schema.fields import SamplingFields, TokenIds
-from server.schema.kv_transfer import KvHandedOn
+from server.schema.kv_transfer import RemoteKvBlocks
 from server.schema.support import NO_BUDGET, TOP_LOGPROBS, Rows, different, extra, refused
 
 Prompts = (
@@ -107,4 +107,4 @@ class CompletionResponse(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
     metrics: RequestMetrics | UnsetType = UNSET
     """With --enable-per-request-metrics."""
-    kv_transfer_params: KvHandedOn | UnsetType | None = UNSET
+    kv_transfer_params: RemoteKvBlocks | UnsetType | None = UNSET

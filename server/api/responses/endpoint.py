@@ -139,7 +139,7 @@ async def _answer_immediately(
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
     store, owner = services.store, str(call.tenant.id)
     assert store is not None, "background is refused without it"
-    if store.jobs.is_full_for(owner):
+    if store.jobs.has_max_jobs(owner):
         raise TOO_MANY_IN_BACKGROUND
     response = initial_response(request, storage.name, now(), model)
     response.store = True

@@ -13,13 +13,13 @@ from server.config import ServeConfig
 from server.fleet.backend import CannotServe, Joining
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import RayCluster
-from server.fleet.ray.needs import (
+from server.fleet.ray.packing import Packing, max_ranks_per_node
+from server.fleet.ray.resources import (
     copied_environment,
     engine_config,
-    needs_of_rank,
+    rank_resources,
     uses_gpus,
 )
-from server.fleet.ray.packing import Packing, max_ranks_per_node
 from server.fleet.ray.starter import Ranks, api_server_role
 from server.fleet.roles import engine_role
 
@@ -53,7 +53,7 @@ class RayBackend:
             nodes = self._cluster.list_nodes()
             has_gpus = any(node.total.get("GPU") for node in nodes)
             engine, parallel = config.engine(), config.parallel
-            needs = needs_of_rank(engine, config.ray, has_gpus=has_gpus)
+            needs = rank_resources(engine, config.ray, has_gpus=has_gpus)
             existing = [
                 self._cluster.existing(name, needs) for name in config.ray.ray_placement_groups
             ]

@@ -19,8 +19,8 @@ from server.fleet.child import RECENT_LOG_LINES, Program, ProgramExit, program_e
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import ActorLost, Group, RayCluster, RemoteActor
 from server.fleet.ray.messages import ActorEvent, ActorLaunch, Exited, Line
-from server.fleet.ray.needs import differences
 from server.fleet.ray.packing import Packing
+from server.fleet.ray.resources import differences
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ WEIGHTS = {
         (["a"], ["float32"], [[1 << 39, 1 << 39]], "cannot have the shape"),
     ],
 )
-def test_what_cannot_come_is_refused_by_name(
+def test_unsupported_tensors_are_refused_by_name(
     names: list[str], types: list[str], shapes: list[list[int]], reason: str
 ) -> None:
     with pytest.raises(CannotDo, match=reason):
@@ -77,7 +77,7 @@ class Pair:
         until(lambda: self.transfer.phase != "receiving", "it has come")
 
 
-def test_what_has_come_is_taken_once() -> None:
+def test_received_weights_can_be_taken_once() -> None:
     pair = Pair()
     with pytest.raises(CannotDo, match="sent nothing"):
         pair.transfer.take()
@@ -89,7 +89,7 @@ def test_what_has_come_is_taken_once() -> None:
         pair.transfer.take()
 
 
-def test_an_update_comes_in_parts_between_its_start_and_its_end() -> None:
+def test_update_is_received_in_parts() -> None:
     pair = Pair()
     pair.send({"a": WEIGHTS["a"] + 1})
     pair.transfer.start()
@@ -101,7 +101,7 @@ def test_an_update_comes_in_parts_between_its_start_and_its_end() -> None:
     assert not pair.transfer.is_open
 
 
-def test_what_does_not_fit_the_model_is_refused_before_it_comes() -> None:
+def test_tensors_that_do_not_fit_model_are_refused_before_transfer() -> None:
     pair = Pair()
     with pytest.raises(CannotDo, match="a is missing"):
         pair.announce({"b": WEIGHTS["b"]})
@@ -111,7 +111,7 @@ def test_what_does_not_fit_the_model_is_refused_before_it_comes() -> None:
         pair.announce({"a": WEIGHTS["a"]})
 
 
-def test_a_trainer_that_leaves_while_it_sends_leaves_nothing_behind() -> None:
+def test_trainer_leaving_during_transfer_leaves_nothing_behind() -> None:
     pair = Pair()
     pair.announce(WEIGHTS)
     with pytest.raises(CannotDo, match="sending already"):
@@ -130,7 +130,7 @@ def test_a_trainer_that_leaves_while_it_sends_leaves_nothing_behind() -> None:
     assert set(pair.transfer.take().shapes) == {"a", "b"}
 
 
-def test_an_engine_that_leaves_sets_the_trainer_free() -> None:
+def test_engine_that_leaves_unblocks_trainer() -> None:
     pair = Pair()
     pair.transfer.leave()
     group = pair.group
@@ -139,7 +139,7 @@ def test_an_engine_that_leaves_sets_the_trainer_free() -> None:
         group.broadcast(WEIGHTS["a"].clone())
 
 
-def test_nobody_waits_for_ever_for_a_trainer_that_does_not_come() -> None:
+def test_join_times_out_without_trainer() -> None:
     transfer = WeightTransfer(CPU, 20, accepted)
     with open_listener("127.0.0.1") as listener:
         address = listener_address(listener)
@@ -148,7 +148,7 @@ def test_nobody_waits_for_ever_for_a_trainer_that_does_not_come() -> None:
     assert f"met nobody, or not all, at {address} within 0.5 s" in transfer.error
 
 
-def test_a_trainer_needs_nothing_but_torch() -> None:
+def test_trainer_needs_only_torch() -> None:
     transfer = WeightTransfer(CPU, 20, accepted)
     dist: Any = torch.distributed  # of whose interface there are stubs for a part only
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -40,7 +40,7 @@ def test_a_query_for_all_blocks_is_answered_immediately_and_later_ones_when_bloc
     assert len(blocks.stored) == 2 * SHORT_NAME
 
 
-def test_a_query_has_one_answer_however_many_steps_follow(core: EngineCore) -> None:
+def test_query_is_answered_once_regardless_of_later_steps(core: EngineCore) -> None:
     ask(core, 0, ALL_BLOCKS)
     ask(core, 0, 0)
     for id_ in range(3):

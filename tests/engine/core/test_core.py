@@ -50,7 +50,7 @@ def run(core: EngineCore) -> list[CoreStep]:
     return steps
 
 
-def test_a_request_comes_back_token_by_token_to_its_front_end(core: EngineCore) -> None:
+def test_tokens_of_request_are_returned_to_its_front_end(core: EngineCore) -> None:
     assert not core.has_work
     core.handle(request(1, front_end=1))
     steps = run(core)
@@ -63,7 +63,7 @@ def test_a_request_comes_back_token_by_token_to_its_front_end(core: EngineCore) 
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
 
 
-def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
+def test_setup_reports_executor_info(core: EngineCore) -> None:
     setup = core.setup
     assert (setup.num_kv_blocks, setup.block_size, setup.max_model_len) == (32, 4, 64)
     assert setup.model_fingerprint == "simulated-32000"
@@ -72,7 +72,7 @@ def test_the_setup_is_what_the_executor_found(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_engine_says_how_long_requests_waited_for_a_slot(overlap: bool) -> None:
+def test_engine_reports_queue_time_of_requests(overlap: bool) -> None:
     scheduling = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1, async_scheduling=overlap)
     config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
     clock = itertools.count()  # advances by a second per call
@@ -120,7 +120,7 @@ def test_stats_contain_load_and_counts(core: EngineCore) -> None:
     assert stats.counters.prefix_cache_hits == 8  # the two that started later
 
 
-def test_every_stats_is_newer_than_the_one_before(core: EngineCore) -> None:
+def test_stats_versions_increase(core: EngineCore) -> None:
     core.handle(request(1))
     versions = [core.stats().version, core.step().stats.version, core.stats().version]
     assert versions == sorted(set(versions))
@@ -146,14 +146,14 @@ def test_received_counts_are_kept_per_front_end_process(core: EngineCore) -> Non
     assert Received(0, 555, 1, 3) in core.stats().received
 
 
-def test_tokens_that_another_engine_drew_are_received_too(core: EngineCore) -> None:
+def test_tokens_sampled_by_other_engine_count_as_received(core: EngineCore) -> None:
     begun = msgspec.structs.replace(request(1, 0, length=5), output_token_ids=[7, 8])
     core.handle(begun)
     assert core.stats().received[0] == Received(0, 100, 1, begun.num_tokens)
     assert begun.num_tokens == 7
 
 
-def test_a_front_end_that_comes_back_keeps_its_counts(core: EngineCore) -> None:
+def test_returning_front_end_keeps_its_counts(core: EngineCore) -> None:
     core.handle(request(1, 0))
     core.front_end_left(0)
     assert [entry.front_end for entry in core.stats().received] == [1]
@@ -163,7 +163,7 @@ def test_a_front_end_that_comes_back_keeps_its_counts(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_the_requests_of_a_front_end_go_with_it(core: EngineCore, replaced: bool) -> None:
+def test_requests_of_departed_front_end_are_dropped(core: EngineCore, replaced: bool) -> None:
     core.handle(request(1, 0, max_tokens=50))
     core.handle(request(2, 1))
     core.handle(request(3, 0, length=1000))  # its answer waits for the next step
@@ -179,7 +179,7 @@ def test_the_requests_of_a_front_end_go_with_it(core: EngineCore, replaced: bool
     assert all(step.utility_results == [] for step in steps)
 
 
-def test_what_an_absent_front_end_asked_for_is_dropped(
+def test_requests_of_absent_front_end_are_dropped(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     core.front_end_left(1)
@@ -203,7 +203,7 @@ def test_a_request_that_cannot_run_is_answered_in_the_next_step(core: EngineCore
     assert "64 tokens" in answers[0].error
 
 
-def test_a_request_that_nobody_can_make_sense_of_fails_alone(
+def test_malformed_request_fails_without_affecting_others(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     core.handle(request(1))
@@ -215,7 +215,7 @@ def test_a_request_that_nobody_can_make_sense_of_fails_alone(
     assert run(core)[-1].stats.counters.generation_tokens == 3
 
 
-def test_an_answer_alone_is_work(core: EngineCore) -> None:
+def test_pending_answer_counts_as_work(core: EngineCore) -> None:
     core.handle(request(1, length=64))
     assert core.has_work
     step = core.step()
@@ -224,7 +224,7 @@ def test_an_answer_alone_is_work(core: EngineCore) -> None:
     assert not core.has_work
 
 
-def test_aborted_requests_say_nothing_more(core: EngineCore) -> None:
+def test_aborted_requests_send_no_more_outputs(core: EngineCore) -> None:
     core.handle(request(1, max_tokens=50))
     core.handle(request(2))
     core.step()
@@ -334,7 +334,7 @@ def test_a_step_without_work_is_an_empty_batch_and_counts_as_a_dummy() -> None:
     assert [len(plan.slots) for plan in executor.plans] == [0, 1]
 
 
-def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
+def test_step_with_held_prefill_is_an_empty_batch() -> None:
     executor = BreakingExecutor(set())
     core = member(executor, HoldUntil(1))
     core.handle(request(1, max_tokens=1))
@@ -344,7 +344,7 @@ def test_a_step_whose_prefill_is_held_is_an_empty_batch_too() -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "balance", "cadence", "level"])
-def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: str) -> None:
+def test_suspect_runs_exclusively_on_its_rank_under_any_policy(policy: str) -> None:
     scheduling = msgspec.structs.replace(CONFIG.scheduler, admission_policy=policy)
     executor = BreakingExecutor({3})
     config = msgspec.structs.replace(CONFIG, scheduler=scheduling)
@@ -373,7 +373,7 @@ def test_a_suspect_runs_alone_on_its_rank_whatever_policy_its_group_has(policy: 
     assert all(len(plan.slots) <= 1 for plan in alone)
 
 
-def test_a_request_may_be_aborted_while_its_step_waits_for_another_group() -> None:
+def test_request_can_be_aborted_while_its_step_waits_for_next_group() -> None:
     core = member(BreakingExecutor({2}))
     core.handle(request(1, max_tokens=6))
     step_together(core, 0, ())

@@ -150,7 +150,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go_on.set()
 
 
-def test_a_request_whose_grammar_finds_no_room_may_come_again(
+def test_request_without_room_for_grammar_can_be_retried(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_WAIT", 0.01)
@@ -171,7 +171,7 @@ def test_a_request_whose_grammar_finds_no_room_may_come_again(
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_answers_come_to_no_dead_end_of_their_schema(make: Any, drafts: int) -> None:
+def test_answers_reach_no_dead_end_of_schema(make: Any, drafts: int) -> None:
     """Nor with draft tokens, which are checked before they are sampled."""
     schema = {
         "type": "object",
@@ -191,7 +191,7 @@ def test_answers_come_to_no_dead_end_of_their_schema(make: Any, drafts: int) -> 
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_others_go_on_while_a_grammar_is_compiled(
+def test_other_requests_continue_while_a_grammar_is_compiled(
     make: Any, held: threading.Event, policy: str
 ) -> None:
     engine = make(scheduling_policy=policy)
@@ -249,7 +249,7 @@ def test_a_request_can_be_aborted_while_its_grammar_is_compiled(
     assert engine.last[2].finish_reason == "stop"
 
 
-def test_a_front_end_that_leaves_takes_its_waiting_requests_along(
+def test_waiting_requests_of_departed_front_end_are_dropped(
     make: Any, held: threading.Event
 ) -> None:
     engine = make()
@@ -260,7 +260,7 @@ def test_a_front_end_that_leaves_takes_its_waiting_requests_along(
     held.set()
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_requests_only(make: Any) -> None:
+def test_uncompilable_grammar_fails_only_its_requests(make: Any) -> None:
     engine = make()
     for id in (1, 2):
         engine.add(id, LarkGrammar("start: <|nothing|>"))
@@ -291,9 +291,7 @@ def test_a_grammar_that_is_too_long_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("after", ["", "e"])
-def test_another_engine_goes_on_in_the_same_way_wherever_the_first_stopped(
-    make: Any, after: str
-) -> None:
+def test_other_engine_continues_grammar_from_any_token(make: Any, after: str) -> None:
     sampling: dict[str, Any] = {"seed": 7, "grammar_after": after, "max_tokens": 150}
     first = make()
     first.add(0, WORDS, prompt_of=7, **sampling)
@@ -438,7 +436,7 @@ def test_other_requests_continue_while_a_grammar_at_its_limit_is_recompiled(
     engine.assert_nothing_is_left()
 
 
-def test_a_grammar_that_never_gets_further_ends_its_request_alone(
+def test_grammar_without_progress_ends_only_its_request(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.shared.matchers._LEXER_STATES", 400)
@@ -454,7 +452,7 @@ def test_a_grammar_that_never_gets_further_ends_its_request_alone(
         engine.assert_nothing_is_left()
 
 
-def test_aborts_of_requests_that_wait_for_their_grammar_again_leave_nothing(
+def test_aborted_requests_waiting_for_recompiled_grammar_leave_nothing(
     make: Any, few_states: None
 ) -> None:
     rng = random.Random(3)
@@ -535,7 +533,7 @@ COMBINED = pytest.mark.parametrize(
 
 
 @COMBINED
-def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
+def test_other_requests_continue_while_a_mask_is_late(
     make: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(request_table, "MAX_LATE", PATIENCE)
@@ -571,7 +569,7 @@ def test_others_go_on_while_a_mask_is_late_and_nothing_is_lost(
     engine.assert_nothing_is_left()
 
 
-def test_a_late_mask_is_there_when_its_sequence_draws_again(
+def test_late_mask_is_used_when_its_sequence_samples_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_table, "MAX_LATE", PATIENCE)

@@ -22,12 +22,12 @@ def request(id: int, number: int) -> AddRequest:
     return AddRequest(id, f"request-{id}", 0, 0, tokens, sampling, encoder_inputs=images)
 
 
-def test_the_setup_says_whether_prompts_may_show_images() -> None:
+def test_setup_reports_whether_images_are_accepted() -> None:
     assert core_of().setup.images
     assert not core_of(vision=False).setup.images
 
 
-def test_a_wrong_image_ends_its_request_and_no_other() -> None:
+def test_invalid_image_ends_only_its_request() -> None:
     core = core_of()
     wrong = request(2, 1)
     for each in (
@@ -51,7 +51,7 @@ def by_digest(request: AddRequest) -> AddRequest:
     return replace(request, encoder_inputs=images)
 
 
-def test_an_image_that_came_before_is_used_again() -> None:
+def test_image_sent_earlier_is_reused() -> None:
     core = core_of()
     core.handle(request(1, 1))
     core.handle(by_digest(request(2, 1)))
@@ -81,7 +81,7 @@ def test_the_watchdog_counts_the_patches_that_a_step_encodes() -> None:
     assert core.next_tokens == 0
 
 
-def test_operators_can_have_encoded_images_forgotten() -> None:
+def test_operators_can_reset_encoder_cache() -> None:
     core = core_of()
     for id, number in ((1, 1), (2, 2)):
         core.handle(request(id, number))

@@ -74,7 +74,7 @@ def engine(overlap: bool = True, fails_in: int = -1) -> tuple[EngineCore, Watche
     return core, executor
 
 
-def test_a_step_is_submitted_before_the_result_of_the_one_before_is_fetched() -> None:
+def test_step_is_submitted_before_previous_result_is_fetched() -> None:
     core, executor = engine()
     core.handle(request(1, 5, 3))
     given = []
@@ -96,7 +96,7 @@ def test_without_overlap_each_result_is_fetched_at_once() -> None:
     assert executor.events == [("submit", 1), ("result", 1), ("submit", 2), ("result", 2)]
 
 
-def test_a_result_is_fetched_at_once_when_there_is_nothing_more_to_launch() -> None:
+def test_result_is_fetched_immediately_if_nothing_can_be_launched() -> None:
     core, executor = engine()
     core.handle(request(1, 5, 1))
     assert core.step().outputs == {}
@@ -106,7 +106,7 @@ def test_a_result_is_fetched_at_once_when_there_is_nothing_more_to_launch() -> N
     assert executor.events == [("submit", 1), ("result", 1)]
 
 
-def test_an_abort_of_everything_leaves_the_steps_in_flight_to_be_fetched() -> None:
+def test_steps_in_flight_are_fetched_after_all_requests_are_aborted() -> None:
     core, executor = engine()
     core.handle(request(1, 5, 30))
     core.step()
@@ -156,7 +156,7 @@ def test_overlap_changes_no_token_and_no_end(seed: int) -> None:
     assert {"length", "stop", "abort"} == set(apart[1].values())
 
 
-def test_steps_do_not_overlap_with_draft_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_tokens_disable_step_overlap(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     drafting = msgspec.structs.replace(config(True).scheduler, speculative_ngram=3)
     settings = msgspec.structs.replace(config(True), scheduler=drafting)

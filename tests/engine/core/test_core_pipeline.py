@@ -81,7 +81,7 @@ def test_every_stage_is_busy_while_enough_sequences_decode(stages: int, overlap:
     assert set(executor.rows[steps:-stages]) == {32 // stages}, "all have their share of sequences"
 
 
-def test_one_sequence_is_never_in_two_steps_at_once_unless_its_token_is_drawn_in_time() -> None:
+def test_sequence_is_in_two_steps_only_if_its_token_is_sampled_in_time() -> None:
     core, executor = engine(3)
     core.handle(request(1, 5, 4))
     while core.has_work:

@@ -79,7 +79,7 @@ def served(config: EngineConfig) -> tuple[dict[int, list[int]], EngineCore]:
     ("name", "num_blocks", "drafts"),
     [("mistral-window", 900, 0), ("gemma3", 300, 3), ("cohere2", 300, 0)],
 )
-def test_a_hundred_streams_get_the_tokens_of_an_engine_that_frees_nothing(
+def test_freeing_window_blocks_changes_no_token_of_100_streams(
     name: str,
     num_blocks: int,
     drafts: int,
@@ -159,7 +159,7 @@ def after_8192_tokens(directory: Path, num_blocks: int) -> tuple[list[int], list
     return tokens, used, executor.info.num_kv_blocks
 
 
-def test_five_of_six_layers_that_slide_take_the_blocks_of_their_window(
+def test_sliding_layers_use_only_blocks_of_their_window(
     checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = checkpoint("gemma3-long").directory

@@ -29,7 +29,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offered")
-def test_arguments_and_results_are_what_the_function_says() -> None:
+def test_arguments_and_results_follow_annotations() -> None:
     callable_ = Extensions(["scaled"], WORKER)
     assert json.loads(callable_.call("scaled", "[[1, 2]]", '{"by": 2.5}')) == {
         "rank": 3,
@@ -51,7 +51,7 @@ def test_arguments_and_results_are_what_the_function_says() -> None:
         ("endless", "[]", "{}", ", more than "),
     ],
 )
-def test_what_is_not_listed_or_fits_no_annotation_is_refused(
+def test_unlisted_functions_and_mistyped_arguments_are_refused(
     name: str, args: str, kwargs: str, error: str
 ) -> None:
     with pytest.raises(CannotDo, match=error):
@@ -59,6 +59,6 @@ def test_what_is_not_listed_or_fits_no_annotation_is_refused(
 
 
 @pytest.mark.usefixtures("offered")
-def test_an_engine_does_not_start_with_what_nobody_offers() -> None:
+def test_unknown_extension_is_refused_at_start() -> None:
     with pytest.raises(ValueError, match=r"--worker-extensions other.*there are endless, scaled"):
         Extensions(["other"], WORKER)

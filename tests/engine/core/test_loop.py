@@ -112,7 +112,7 @@ def test_an_idle_engine_sends_its_stats_periodically(engine: Engine) -> None:
     assert (engine.said, engine.loop.wait) == ([(0, 0)], IDLE_STATS_INTERVAL)
 
 
-def test_work_is_seen_to_have_begun_before_its_first_step(engine: Engine) -> None:
+def test_start_of_work_is_reported_before_first_step(engine: Engine) -> None:
     assert engine.turn(0.1, request(1, max_tokens=2)) == 3
     assert engine.said == [(1, 0)]
     engine.compute(0.2)
@@ -133,7 +133,7 @@ def test_the_end_of_work_is_reported_again_if_nothing_follows(engine: Engine) ->
     assert (engine.said, engine.loop.wait) == ([(0, 0)], IDLE_STATS_INTERVAL)
 
 
-def test_everybody_hears_of_a_suspect_before_it_runs(engine: Engine) -> None:
+def test_all_front_ends_are_notified_before_suspect_runs(engine: Engine) -> None:
     engine.turn(0.1, request(1, alone=1))
     assert not engine.loop.settled
     engine.compute(0.2)
@@ -141,13 +141,13 @@ def test_everybody_hears_of_a_suspect_before_it_runs(engine: Engine) -> None:
     assert engine.loop.settled == ANNOUNCEMENT_SECONDS
 
 
-def test_an_engine_that_has_to_stop_does_so_at_once(engine: Engine) -> None:
+def test_engine_stops_immediately_on_request(engine: Engine) -> None:
     stop = Stop("a worker died")
     assert engine.turn(0.1, request(1), stop) is None
     assert engine.loop.stopped == stop
 
 
-def test_a_draining_engine_waits_for_what_is_on_its_way_and_finishes_it(engine: Engine) -> None:
+def test_draining_engine_finishes_requests_in_transit(engine: Engine) -> None:
     assert engine.turn(1.0, Drain()) is None
     assert (engine.refused, engine.loop.wait) == (1, DRAINING_WAIT)
     late = 1.0 + LATE_SENDS_SECONDS / 2
@@ -159,25 +159,25 @@ def test_a_draining_engine_waits_for_what_is_on_its_way_and_finishes_it(engine: 
     assert engine.loop.stopped == Stop()
 
 
-def test_a_draining_engine_ends_at_once_where_nobody_could_send_anything(engine: Engine) -> None:
+def test_draining_engine_exits_immediately_without_front_ends(engine: Engine) -> None:
     engine.turn(1.0, Drain(), FrontEndLeft(0))
     assert (engine.refused, engine.loop.stopped) == (1, Stop())
 
 
-def test_a_draining_engine_does_not_wait_for_ever(engine: Engine) -> None:
+def test_draining_engine_exits_after_timeout(engine: Engine) -> None:
     engine.turn(1.0, Drain(), request(1))
     assert engine.turn(1.0 + DRAIN_TIMEOUT) == 3
     assert engine.turn(1.1 + DRAIN_TIMEOUT) is None
     assert engine.loop.stopped == Stop()
 
 
-def test_the_wave_of_an_engine_that_steps_alone_is_what_the_coordinator_says(
+def test_wave_of_independent_engine_follows_coordinator(
     engine: Engine,
 ) -> None:
     engine.turn(0.1, StartDpWave(4, -1), StartDpWave(2, -1), Rejoined(3))
     assert engine.core.stats().wave == 4
 
 
-def test_what_concerns_groups_or_joining_means_nothing_to_it(engine: Engine) -> None:
+def test_loop_ignores_group_and_welcome_events(engine: Engine) -> None:
     assert engine.turn(0.1, FormGroup(1, []), Welcomed(1, 0)) is None
     assert (engine.said, engine.loop.wait) == ([], IDLE_STATS_INTERVAL - 0.1)

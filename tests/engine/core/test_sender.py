@@ -59,9 +59,7 @@ def wake_ups(sender: Sender) -> int:
     return int(line.split()[1])
 
 
-def test_outputs_are_on_their_way_when_they_have_been_said(
-    sender: Sender, transport: Transport
-) -> None:
+def test_outputs_are_sent_before_send_step_returns(sender: Sender, transport: Transport) -> None:
     pulls = [listen(transport, f"inproc://front-end-{i}") for i in range(2)]
     for index in range(2):
         sender.connect_front_end(index, f"inproc://front-end-{index}", PROTOCOL_VERSION)
@@ -73,7 +71,7 @@ def test_outputs_are_on_their_way_when_they_have_been_said(
         assert message == StepOutputs(stats(1), outputs[index])
 
 
-def test_large_outputs_go_in_frames_to_front_ends_that_take_them(
+def test_large_outputs_are_sent_in_frames_if_supported(
     sender: Sender, transport: Transport, tmp_path: Path
 ) -> None:
     vector = bytes(range(256)) * 4 * 5000
@@ -90,7 +88,7 @@ def test_large_outputs_go_in_frames_to_front_ends_that_take_them(
             assert msgspec.msgpack.decode(pull.recv(), type=StepOutputs) == message
 
 
-def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport: Transport) -> None:
+def test_messages_to_departed_front_end_are_dropped(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
     sender.connect_front_end(0, "inproc://front-end", PROTOCOL_VERSION)
     sender.disconnect_front_end(0)
@@ -98,9 +96,7 @@ def test_what_is_for_a_front_end_that_left_is_dropped(sender: Sender, transport:
     assert not pull.poll(50)
 
 
-def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
-    sender: Sender, transport: Transport
-) -> None:
+def test_held_back_stats_are_sent_during_long_step(sender: Sender, transport: Transport) -> None:
     coordinator = listen(transport, "inproc://coordinator")
     sender.connect_coordinator("inproc://coordinator")
     sender.send_step(CoreStep({}, [], stats(1)))
@@ -109,7 +105,7 @@ def test_stats_that_a_long_step_holds_back_are_sent_without_another_step(
     assert received(coordinator, EngineStats) == stats(2)
 
 
-def test_nothing_wakes_a_sender_that_holds_nothing_back_and_what_it_holds_later_is_sent(
+def test_sender_without_held_back_stats_sleeps_and_sends_later_ones(
     sender: Sender, transport: Transport
 ) -> None:
     coordinator = listen(transport, "inproc://coordinator")
@@ -143,7 +139,7 @@ def test_stopping_sends_the_newest_stats(
     assert received(coordinator, EngineStats) == stats(3)
 
 
-def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
+def test_stopping_sender_without_held_back_stats_ends_its_thread(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = Sender(transport)
@@ -166,7 +162,7 @@ def test_a_sender_stopped_when_it_finds_nothing_held_ends_its_thread(
     assert not late[0].is_alive()
 
 
-def test_the_start_of_work_is_reported_immediately_and_its_end_on_repetition() -> None:
+def test_start_of_work_is_reported_immediately_and_end_on_second_stats() -> None:
     throttle, idle, busy = StatsThrottle(1.0), stats(1, running=0), stats(2)
     assert throttle.offer(idle, 0.0) == idle
     assert throttle.offer(busy, 0.1) == busy
@@ -184,7 +180,7 @@ def test_frequent_short_work_is_reported_periodically() -> None:
     assert throttle.offer(busy, 6.1) == busy, "the end was told at last"
 
 
-def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport) -> None:
+def test_several_threads_can_send_at_once(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
     sender.connect_front_end(0, "inproc://front-end", PROTOCOL_VERSION)
 
@@ -204,9 +200,7 @@ def test_several_threads_may_speak_at_once(sender: Sender, transport: Transport)
     assert sorted(ids) == sorted(1000 * i + k for i in range(4) for k in range(200))
 
 
-def test_one_item_that_cannot_be_sent_does_not_silence_the_engine(
-    sender: Sender, transport: Transport
-) -> None:
+def test_unsendable_item_does_not_stop_later_messages(sender: Sender, transport: Transport) -> None:
     pull = listen(transport, "inproc://front-end")
     sender.connect_front_end(0, "inproc://front-end", PROTOCOL_VERSION)
     sender.connect_front_end(1, "nonsense", PROTOCOL_VERSION)

@@ -38,7 +38,7 @@ def front_ends() -> FrontEnds:
     return made
 
 
-def test_many_sequences_hold_the_lists_of_their_request_once(front_ends: FrontEnds) -> None:
+def test_sequences_of_a_request_share_its_lists(front_ends: FrontEnds) -> None:
     messages = [arrived(id, **LISTS) for id in range(50)]
     held = [shared(front_ends, message) for message in messages]
     assert held == messages
@@ -47,7 +47,7 @@ def test_many_sequences_hold_the_lists_of_their_request_once(front_ends: FrontEn
     assert [each.sampling.seed for each in held] == list(range(50))
 
 
-def test_what_differs_is_not_shared(front_ends: FrontEnds) -> None:
+def test_differing_parameters_are_not_shared(front_ends: FrontEnds) -> None:
     first = shared(front_ends, arrived(1, **LISTS))
     other = arrived(2, **{**LISTS, "stop_token_ids": (1,), "allowed_token_ids": None})
     second = shared(front_ends, other)

@@ -130,7 +130,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 # -- steps without requests -----------------------------------------------------------------------
 
 
-def test_a_dummy_batch_is_a_step_that_nobody_gets_a_token_of(engine: Engine) -> None:
+def test_dummy_batch_produces_no_tokens(engine: Engine) -> None:
     for number in range(2):
         assert engine.call("execute_dummy_batch").result == {"step": number}
         engine.run()
@@ -144,13 +144,13 @@ def test_a_dummy_batch_is_a_step_that_nobody_gets_a_token_of(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("halt", ["pause", "sleep"])
-def test_an_engine_that_is_halted_computes_no_dummy_batch(engine: Engine, halt: str) -> None:
+def test_halted_engine_refuses_dummy_batch(engine: Engine, halt: str) -> None:
     engine.call(halt)
     assert "resume it" in (engine.call("execute_dummy_batch").error or "")
     assert not engine.core.has_work
 
 
-def test_a_model_that_makes_vectors_computes_dummy_batches_too() -> None:
+def test_pooling_model_computes_dummy_batches() -> None:
     engine = Engine(overlap=False, pooling=PoolingSpec(task="embed", pooling="last", size=8))
     assert engine.call("get_supported_tasks").result == {"tasks": "embed"}
     engine.call("execute_dummy_batch")
@@ -159,14 +159,14 @@ def test_a_model_that_makes_vectors_computes_dummy_batches_too() -> None:
     assert engine.core.stats().counters.pooled_sequences == 1
 
 
-def test_an_engine_says_what_its_model_is_for(engine: Engine) -> None:
+def test_engine_reports_task_of_model(engine: Engine) -> None:
     assert engine.call("get_supported_tasks").result == {"tasks": "generate"}
 
 
 # -- pause ----------------------------------------------------------------------------------------
 
 
-def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> None:
+def test_paused_engine_queues_requests_and_runs_them_after_resume(engine: Engine) -> None:
     engine.add(1)
     engine.step()
     engine.step()
@@ -185,7 +185,7 @@ def test_a_paused_engine_takes_requests_and_runs_them_after(engine: Engine) -> N
     engine.assert_complete()
 
 
-def test_an_engine_without_the_weights_of_a_trainer_takes_no_requests(engine: Engine) -> None:
+def test_engine_without_trainer_weights_accepts_no_requests(engine: Engine) -> None:
     def order(revision: int, weights: WeightsSource | None) -> bool:
         engine.core.handle(FleetOrder(revision, weights=weights))
         engine.step()
@@ -201,7 +201,7 @@ def test_an_engine_without_the_weights_of_a_trainer_takes_no_requests(engine: En
     assert not order(3, WeightsSource(PUSHED, None, "401"))
 
 
-def test_weights_that_nobody_could_load_again_are_not_dropped(engine: Engine) -> None:
+def test_sleep_does_not_drop_unreloadable_weights(engine: Engine) -> None:
     engine.core.operations.weights = WeightsSource(PUSHED, None, "400")
     refused = engine.call("sleep", {"level": 2}).error
     assert refused is not None
@@ -211,7 +211,9 @@ def test_weights_that_nobody_could_load_again_are_not_dropped(engine: Engine) ->
 
 
 @pytest.mark.parametrize("halt", ["pause", "sleep"])
-def test_every_front_end_hears_at_once_that_an_engine_is_halted(engine: Engine, halt: str) -> None:
+def test_all_front_ends_are_notified_immediately_of_halted_engine(
+    engine: Engine, halt: str
+) -> None:
     engine.core.front_end_joined(1, 101)
     end = {"pause": "resume", "sleep": "wake_up"}[halt]
     for name, halted in ((halt, True), (end, False)):
@@ -222,7 +224,7 @@ def test_every_front_end_hears_at_once_that_an_engine_is_halted(engine: Engine, 
         assert [each.outputs for each in step.stats.received] == [1 + (not halted)] * 2
 
 
-def test_requests_are_handed_over_only_while_an_operator_wants_it(engine: Engine) -> None:
+def test_requests_are_handed_over_only_if_operator_requests_it(engine: Engine) -> None:
     engine.call("pause", {"mode": "move"})
     assert engine.core.stats().hands_over
     engine.call("sleep")
@@ -234,7 +236,7 @@ def test_requests_are_handed_over_only_while_an_operator_wants_it(engine: Engine
     assert not engine.core.stats().hands_over
 
 
-def test_all_front_ends_hear_of_a_suspect_before_its_first_step(engine: Engine) -> None:
+def test_all_front_ends_are_notified_of_suspect_before_first_step(engine: Engine) -> None:
     engine.core.front_end_joined(1, 101)
     engine.add(1)
     engine.step()
@@ -268,7 +270,7 @@ def test_a_paused_engine_answers_utilities_and_refusals(engine: Engine) -> None:
     assert answer.finish_reason == "error"
 
 
-def test_a_pause_that_waits_ends_what_runs_and_begins_nothing(engine: Engine) -> None:
+def test_pause_with_wait_finishes_running_requests_and_starts_none(engine: Engine) -> None:
     for number in range(1, 7):
         engine.add(number)
     for _ in range(3):
@@ -308,7 +310,7 @@ def test_a_pause_that_aborts_notifies_all_waiting_callers(engine: Engine) -> Non
     engine.assert_complete()
 
 
-def test_an_order_for_all_engines_is_followed_once(engine: Engine) -> None:
+def test_fleet_order_is_carried_out_once(engine: Engine) -> None:
     order = FleetOrder(3, pause="keep", pause_revision=3)
     engine.core.handle(order)
     info = engine.call("info").result
@@ -319,7 +321,7 @@ def test_an_order_for_all_engines_is_followed_once(engine: Engine) -> None:
     assert not engine.core.stats().halted
 
 
-def test_an_order_that_an_engine_cannot_follow_is_known(engine: Engine) -> None:
+def test_failure_of_fleet_order_is_reported(engine: Engine) -> None:
     engine.core.handle(FleetOrder(1, sleep_level=2, sleep_revision=1))
     engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
     engine.core.handle(FleetOrder(2, sleep_revision=2))
@@ -329,7 +331,7 @@ def test_an_order_that_an_engine_cannot_follow_is_known(engine: Engine) -> None:
     assert info["is_sleeping"]
 
 
-def test_what_failed_of_an_order_is_not_hidden_by_what_succeeds_after_it(engine: Engine) -> None:
+def test_failed_part_of_order_is_not_hidden_by_later_success(engine: Engine) -> None:
     engine.core.handle(FleetOrder(1, sleep_level=2, sleep_revision=1))
     engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
     engine.core.handle(FleetOrder(3, pause="keep", pause_revision=3, sleep_revision=2))
@@ -347,7 +349,7 @@ def test_what_failed_of_an_order_is_not_hidden_by_what_succeeds_after_it(engine:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_requests_sleep_with_their_engine_and_go_on_after(engine: Engine, level: int) -> None:
+def test_requests_resume_after_sleep_of_their_engine(engine: Engine, level: int) -> None:
     engine.add(1)
     engine.add(2)
     for _ in range(3):
@@ -380,7 +382,7 @@ def test_a_sleep_at_level_0_keeps_everything(engine: Engine) -> None:
     engine.assert_complete()
 
 
-def test_weights_come_back_before_the_cache(engine: Engine) -> None:
+def test_weights_are_restored_before_the_cache(engine: Engine) -> None:
     engine.add(1)
     engine.call("sleep", {"level": 2})
     error = engine.call("wake_up", {"tags": "kv_cache"}).error
@@ -396,7 +398,7 @@ def test_weights_come_back_before_the_cache(engine: Engine) -> None:
     engine.assert_complete()
 
 
-def test_an_engine_counts_how_often_it_slept_and_how_long_that_took_it(engine: Engine) -> None:
+def test_engine_counts_sleeps_and_their_duration(engine: Engine) -> None:
     engine.executor.takes = 0.05
     engine.call("sleep", {"level": 1})
     for tags in ("weights", "kv_cache"):
@@ -417,7 +419,7 @@ def test_cached_prefixes_are_dropped_by_a_sleep(engine: Engine) -> None:
     assert engine.call("reset_prefix_cache").result == {"blocks_forgotten": 0}
 
 
-def test_an_engine_that_cannot_wake_up_says_why_and_sleeps_on(engine: Engine) -> None:
+def test_failed_wake_up_reports_reason_and_engine_stays_asleep(engine: Engine) -> None:
     engine.call("sleep", {"level": 2})
     engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
     assert engine.call("wake_up").error == "the weights have changed"
@@ -468,7 +470,7 @@ def test_a_profile_is_written_into_the_configured_directory(tmp_path: Path) -> N
     assert ("stop_profile", path) in engine.executor.calls
 
 
-def test_without_a_directory_there_is_no_profile(engine: Engine) -> None:
+def test_profiling_needs_a_directory(engine: Engine) -> None:
     error = engine.call("start_profile").error
     assert error is not None
     assert "--torch-profiler-dir" in error

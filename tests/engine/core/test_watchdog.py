@@ -17,7 +17,7 @@ def warmed_up(step_timeout: float) -> StepWatch:
     return watch
 
 
-def test_an_engine_between_two_steps_is_not_hung_however_long_it_waits() -> None:
+def test_engine_waiting_between_steps_is_never_hung() -> None:
     watch = warmed_up(10.0)
     assert watch.hung_for(1e9) is None
     watch.begin(5, now=100.0)
@@ -25,7 +25,7 @@ def test_an_engine_between_two_steps_is_not_hung_however_long_it_waits() -> None
     assert watch.hung_for(1e9) is None
 
 
-def test_a_long_prefill_may_take_longer_in_proportion() -> None:
+def test_step_timeout_is_proportional_to_prefill_tokens() -> None:
     watch = warmed_up(10.0)
     watch.begin(3 * TOKENS, now=0.0)
     assert watch.hung_for(30.0) is None
@@ -41,7 +41,7 @@ def test_an_overlapped_step_also_waits_for_the_one_before() -> None:
     assert watch.hung_for(41.1) is not None
 
 
-def test_the_first_steps_may_take_longer() -> None:
+def test_first_steps_have_longer_timeout() -> None:
     watch = StepWatch(10.0)
     watch.begin(1, now=0.0)
     assert watch.hung_for(10.0 * FIRST_STEPS_FACTOR) is None
@@ -88,18 +88,18 @@ def test_a_hung_process_logs_its_stacks_notifies_its_peers_and_exits() -> None:
     assert "last words: a step has not ended" in ended.stdout
 
 
-def test_code_that_never_gives_the_interpreter_back_does_not_keep_a_process_alive() -> None:
+def test_code_that_never_releases_the_gil_does_not_keep_process_alive() -> None:
     ended = run("hangs_with_the_lock")
     assert ended.returncode != 0
     assert "hangs_with_the_lock" in ended.stderr
 
 
-def test_a_process_that_is_done_ends_in_order() -> None:
+def test_finished_process_exits_cleanly() -> None:
     assert run("is_done", step_timeout=PATIENCE).returncode == 0
 
 
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
-def test_small_steps_get_the_configured_time(tokens: int) -> None:
+def test_small_steps_have_configured_timeout(tokens: int) -> None:
     watch = warmed_up(10.0)
     watch.begin(0, 0.0)
     watch.end()

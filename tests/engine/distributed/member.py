@@ -106,7 +106,7 @@ class Member:
         shared.join(group)
         layer = DistributedExperts(shared)
         share = expert_share(6, group.rank, group.size)
-        layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
+        layer.set_local_experts(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.arange(num_tokens, device=self.device)
         chosen = torch.stack(((first + group.rank) % 6, (first + 3) % 6), dim=1)
@@ -127,7 +127,9 @@ class Member:
         shared.prepare(group.rank, group.size)
         shared.join(group)
         layer = DistributedExperts(shared)
-        layer.hold(*shared.local_copies(0), lambda expert: Chain(lambda x: x * (expert + 1)))
+        layer.set_local_experts(
+            *shared.local_copies(0), lambda expert: Chain(lambda x: x * (expert + 1))
+        )
         x = self._tensor([[float(10 * group.rank + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
         first = torch.zeros(num_tokens, device=self.device, dtype=torch.int64)
         chosen = torch.stack((first, first + 1), dim=1)
@@ -161,7 +163,7 @@ class Member:
         shared.join(group)
         layer = DistributedExperts(shared)
         share = expert_share(6, group.rank, group.size)
-        layer.hold(share.start, share, lambda expert: Chain(lambda x: x * expert))
+        layer.set_local_experts(share.start, share, lambda expert: Chain(lambda x: x * expert))
         x = self._tensor([[float(base + i), 1.0] for i in range(num_tokens)]).view(-1, 2)
 
         def routed(tokens: torch.Tensor) -> torch.Tensor:

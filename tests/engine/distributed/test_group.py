@@ -31,7 +31,7 @@ def test_rows_of_all_ranks_arrive_in_rank_order(world: World) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no batch threads")
-def test_gloo_s_threads_interrupt_no_others(world: World) -> None:
+def test_gloo_threads_do_not_preempt_others(world: World) -> None:
     members = world.take(2)
     world.join(members)
     for policies in world.all(members, "policies"):
@@ -62,7 +62,7 @@ def test_uneven_and_empty_parts_reach_their_ranks(world: World, dtype: str) -> N
     world.all(members, "close")
 
 
-def test_parts_of_a_model_exchange_what_they_have_on_their_devices(world: World) -> None:
+def test_model_shards_exchange_tensors_on_their_devices(world: World) -> None:
     members = world.take(3)
     world.join(members)
     for together in (True, False):
@@ -83,7 +83,7 @@ def test_parts_of_a_model_exchange_what_they_have_on_their_devices(world: World)
     world.all(members, "close")
 
 
-def test_what_is_on_the_wrong_connections_is_refused_where_there_are_devices(world: World) -> None:
+def test_tensors_on_wrong_device_are_refused(world: World) -> None:
     members = world.take(2)
     world.join(members)
     refused = world.all(members, "mixes")
@@ -94,7 +94,7 @@ def test_what_is_on_the_wrong_connections_is_refused_where_there_are_devices(wor
     world.all(members, "close")
 
 
-def test_states_pass_through_the_stages_of_a_grid_while_others_follow(world: World) -> None:
+def test_states_pass_through_pipeline_stages_in_overlap(world: World) -> None:
     members, address = world.take(4), free_address()
     for rank, process in enumerate(members):
         process.tell("join_grid", address, rank, 2, 2)
@@ -119,7 +119,7 @@ def engines(world: World) -> list[Process]:
     return members
 
 
-def test_engines_of_several_processes_exchange_rows_by_leaders_and_tokens_by_all(
+def test_leaders_exchange_rows_and_all_processes_exchange_tokens(
     world: World,
 ) -> None:
     members = engines(world)
@@ -134,7 +134,7 @@ def test_engines_of_several_processes_exchange_rows_by_leaders_and_tokens_by_all
     world.all(members, "close_engines")
 
 
-def test_a_process_that_is_lost_leaves_the_other_engine_s_processes_at_the_same_point(
+def test_lost_process_leaves_processes_of_other_engine_in_same_state(
     world: World,
 ) -> None:
     members = engines(world)
@@ -165,7 +165,7 @@ def _refusal(process: Process, *request: Any) -> Any:
     return process.answer()["broken"]
 
 
-def test_a_member_that_does_not_come_breaks_the_group_after_the_timeout(world: World) -> None:
+def test_absent_member_breaks_group_after_timeout(world: World) -> None:
     members = world.take(3)
     world.join(members, SHORT, SHORT, LONG)
     for process in members[:2]:
@@ -191,7 +191,7 @@ def test_abort_in_one_thread_frees_the_waiting_one_and_the_peers(world: World) -
         assert answer["seconds"] < LONG / 2
 
 
-def test_groups_come_and_go_in_one_process_and_leave_nothing(world: World) -> None:
+def test_groups_created_and_closed_in_one_process_leave_nothing(world: World) -> None:
     members = world.take(3)
     for process in members:
         if process.ask("has_group"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed.backend import let_others_finish
+from engine.distributed.backend import use_batch_scheduling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no batch threads")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no ba
         ("another", "SCHED_OTHER", "SCHED_OTHER"),
     ],
 )
-def test_threads_of_gloo_do_unless_somebody_has_chosen_how_they_run(
+def test_gloo_threads_get_batch_scheduling_unless_policy_was_set(
     name: str, chosen: str, after: str
 ) -> None:
     found = []
@@ -29,7 +29,7 @@ def test_threads_of_gloo_do_unless_somebody_has_chosen_how_they_run(
         thread = threading.get_native_id()
         Path(f"/proc/self/task/{thread}/comm").write_text(name)
         os.sched_setscheduler(thread, getattr(os, chosen), os.sched_param(0))
-        let_others_finish()
+        use_batch_scheduling()
         found.append(os.sched_getscheduler(thread))
 
     thread = threading.Thread(target=run)

@@ -68,18 +68,20 @@ def test_the_processor_decides_by_default(is_cheap: bool, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_a_setting_decides_without_a_word(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_explicit_setting_decides_without_log(
+    value: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         assert chosen(EngineConfig(executor=ExecutorConfig(batch_invariant=value))) is value
     assert not caplog.records
 
 
 @pytest.mark.parametrize("config", MORE_COSTLY)
-def test_what_costs_more_or_is_impossible_stays_without(config: EngineConfig) -> None:
+def test_costly_or_unsupported_batch_invariance_is_off(config: EngineConfig) -> None:
     assert chosen(config) is False
 
 
-def test_a_model_that_costs_more_stays_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_invariance_is_off_for_costly_model(caplog: pytest.LogCaptureFixture) -> None:
     spec = read_spec(BUNDLED_MODEL)
     sliding = msgspec.structs.replace(spec, windows=(16,) * len(spec.windows))
     assert chosen(spec=sliding) is False
@@ -108,17 +110,17 @@ def test_kernels_that_compute_row_by_row_make_it_the_default_where_nothing_is_fa
 
 
 @pytest.mark.parametrize("lacks", ["kernels", "products", "attention", "nothing"])
-def test_kernels_for_products_and_attention_are_asked_for(
+def test_invariance_needs_kernels_for_products_and_attention(
     lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: Any = object()
     monkeypatch.setattr(invariance, "has_product_kernel", lambda: lacks != "products")
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: lacks != "attention")
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: lacks != "attention")
     kernels = None if lacks == "kernels" else there
     assert has_invariant_kernels(read_spec(BUNDLED_MODEL), kernels) is (lacks == "nothing")
 
 
-def test_engines_compare_what_is_set() -> None:
+def test_engines_compare_configured_invariance() -> None:
     configs = [
         group_config(EngineConfig(executor=ExecutorConfig(batch_invariant=value)))
         for value in (None, True, False)

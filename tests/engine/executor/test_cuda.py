@@ -38,7 +38,7 @@ SCHEDULING = [{}, {"async_scheduling": True}, {"speculative_ngram": 4}]
 
 @pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "drafted"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-moe"])
-def test_tokens_are_those_of_a_cpu(
+def test_tokens_equal_those_of_a_cpu(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
     directory = checkpoint(name).directory
@@ -64,7 +64,7 @@ def test_the_bundled_model_agrees_in_16_bits(block_size: int, eager: bool) -> No
     assert sum(agreeing) >= 0.8 * 8 * len(REQUESTS)
 
 
-def test_recorded_steps_compute_what_launched_ones_do(checkpoint: SaveModel) -> None:
+def test_graph_replay_equals_eager_execution(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     answers = [
         serve(
@@ -113,7 +113,7 @@ def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: 
 
 @pytest.mark.parametrize("scheduling", SCHEDULING, ids=["apart", "overlapped", "drafted"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
-def test_batch_invariant_answers_are_those_of_requests_alone(
+def test_batch_invariant_answers_equal_those_of_single_requests(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
     """With graphs, drafts and chunks, also if a stream continues as a prompt on another engine."""
@@ -135,7 +135,7 @@ ALL_KINDS = [
 ]
 
 
-def test_every_kind_of_sampling_draws_as_on_a_cpu() -> None:
+def test_every_kind_of_sampling_equals_cpu() -> None:
     there, _ = serve(BUNDLED_MODEL, ALL_KINDS, dtype="float32", device="cuda")
     here, _ = serve(BUNDLED_MODEL, ALL_KINDS, dtype="float32")
     for name, one, other in zip(PARAMETERS, there, here, strict=True):
@@ -162,7 +162,7 @@ def test_drafts_change_no_token(kind: str, checkpoint: SaveModel, tmp_path: Path
         assert counters.spec_accepted_tokens > 0.9 * counters.spec_draft_tokens
 
 
-def test_a_model_that_slept_computes_what_it_did(checkpoint: SaveModel) -> None:
+def test_model_computes_the_same_after_sleep(checkpoint: SaveModel) -> None:
     config = EngineConfig(
         model=ModelConfig(
             model=str(checkpoint("qwen3").directory), device="cuda", dtype="bfloat16"
@@ -190,7 +190,7 @@ def test_a_model_that_slept_computes_what_it_did(checkpoint: SaveModel) -> None:
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, "Qwen3"])
-def test_vectors_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+def test_vectors_equal_those_of_a_cpu(family: str, tmp_path: Path) -> None:
     save_pooling_model(family, tmp_path)
     (tmp_path / "modules.json").write_text("[]")
     settings = {"runner": "pooling", "dtype": "float32"}
@@ -201,7 +201,7 @@ def test_vectors_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_adapters_change_what_they_do_on_a_cpu(
+def test_adapters_have_same_effect_as_on_cpu(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft", reason="needs peft beside the device", exc_type=ImportError)

@@ -32,7 +32,7 @@ def test_processes_of_one_engine_get_consecutive_devices() -> None:
         (place(1, rank=1, size=4), 6, "needs CUDA devices 4 to 7, but only 6 are visible"),
     ],
 )
-def test_too_few_devices_are_refused_with_the_numbers(
+def test_too_few_devices_are_refused_with_counts(
     parallel: ParallelConfig, count: int, numbers: str
 ) -> None:
     with pytest.raises(TooFewDevices, match=numbers):
@@ -48,7 +48,7 @@ def test_too_few_devices_are_refused_with_the_numbers(
         (ParallelConfig(), 0),
     ],
 )
-def test_an_engine_that_is_started_alone_takes_the_device_of_its_number_on_the_node(
+def test_standalone_engine_uses_device_of_its_number_on_node(
     parallel: ParallelConfig, device: int
 ) -> None:
     assert device_number(parallel, 0, 8) == device

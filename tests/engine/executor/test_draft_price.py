@@ -21,11 +21,11 @@ def price(spec: ModelSpec, config: EngineConfig | None = None) -> float:
     return draft_price(draft, SERVED, torch.float32, config or EngineConfig())
 
 
-def test_what_drafts_nothing_costs_nothing() -> None:
+def test_no_drafting_has_no_price() -> None:
     assert draft_price(None, SERVED, torch.float32, EngineConfig()) == 0
 
 
-def test_half_of_the_layers_cost_half_of_what_all_do_and_the_whole_lm_head() -> None:
+def test_half_of_the_layers_cost_half_plus_lm_head() -> None:
     assert price(SERVED) == 1
     half = msgspec.structs.replace(SERVED, num_layers=SERVED.num_layers // 2)
     head = SERVED.hidden_size * SERVED.vocab_size / weights_of_token(SERVED)

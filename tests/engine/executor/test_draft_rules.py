@@ -23,21 +23,21 @@ DRAFTING = SchedulerConfig(speculative_model="draft")
 
 
 @pytest.mark.parametrize("scheduling", [DRAFTING, SchedulerConfig(speculative_method="mtp")])
-def test_an_executor_that_computes_no_model_is_named(scheduling: SchedulerConfig) -> None:
+def test_executor_without_model_is_refused_by_name(scheduling: SchedulerConfig) -> None:
     simulated = ExecutorConfig(executor="simulated")
     with pytest.raises(BadDraftModel, match=r"--speculative-m.*--executor"):
         check_draft_settings(EngineConfig(scheduler=scheduling, executor=simulated))
     check_draft_settings(EngineConfig(executor=simulated))
 
 
-def test_drafts_come_from_one_place() -> None:
+def test_two_draft_sources_are_refused() -> None:
     places = {"speculative_ngram": 2, "speculative_model": "draft", "speculative_method": "mtp"}
     for two in itertools.combinations(places.items(), 2):
         with pytest.raises(ValueError, match="give one of them"):
             SchedulerConfig(**dict(two))  # type: ignore[arg-type]
 
 
-def test_several_engines_may_each_have_one() -> None:
+def test_several_engines_can_each_have_a_draft_model() -> None:
     parallel = ParallelConfig(data_parallel_size=4)
     check_draft_settings(EngineConfig(scheduler=DRAFTING, parallel=parallel))
 
@@ -60,7 +60,7 @@ def rewrite(path: Path, change: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_the_same_tokens_are_taken(draft: ModelConfig) -> None:
+def test_same_tokens_are_accepted(draft: ModelConfig) -> None:
     check(draft)
     (Path(draft.model) / "tokenizer.json").unlink()
     check(draft)
@@ -92,7 +92,7 @@ def test_fewer_positions_are_refused(draft: ModelConfig) -> None:
     check(draft, max_model_len=256)
 
 
-def test_a_served_model_without_tokenizer_has_any_tokens(
+def test_any_draft_tokens_are_accepted_without_tokenizer(
     draft: ModelConfig, tmp_path: Path
 ) -> None:
     served = tmp_path / "served"

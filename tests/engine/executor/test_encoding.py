@@ -53,7 +53,7 @@ def test_overlapped_steps_make_the_same_vectors(bert: Path) -> None:
     assert [each.tobytes() for each in overlapped] == [each.tobytes() for each in apart]
 
 
-def test_it_sleeps_and_wakes_with_the_weights_that_it_had(executor: Any, bert: Path) -> None:
+def test_encoder_has_same_weights_after_sleep(executor: Any, bert: Path) -> None:
     before = executor.submit(PLAN).result().pooled
     for level in (1, 2):
         executor.sleep(level)

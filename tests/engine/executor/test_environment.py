@@ -62,7 +62,7 @@ def test_spinning_and_caches_are_limited_by_default() -> None:
         ("THP_MEM_ALLOC_ENABLE", "0", "THP_MEM_ALLOC_ENABLE", "0"),
     ],
 )
-def test_what_the_operator_has_chosen_is_left_alone(
+def test_operator_environment_is_not_changed(
     environment: pytest.MonkeyPatch, name: str, value: str, of: str, expected: str | None
 ) -> None:
     environment.setenv(name, value)
@@ -91,7 +91,7 @@ def loaded(environment: pytest.MonkeyPatch) -> list[str]:
     [({}, BLOCK_TIME), ({"KMP_BLOCKTIME": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
     ids=str,
 )
-def test_llvms_runtime_spins_shortly_unless_the_operator_says_otherwise(
+def test_llvm_runtime_spins_briefly_unless_configured(
     environment: pytest.MonkeyPatch,
     loaded: list[str],
     variables: dict[str, str],

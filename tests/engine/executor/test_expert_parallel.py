@@ -66,7 +66,7 @@ def together(members: list[Process], *requests: tuple[Any, ...]) -> None:
         ("llama4", 2, "as is best"),
     ],
 )
-def test_tokens_equal_those_of_one_engine_with_all_experts(
+def test_expert_parallel_tokens_equal_those_of_one_engine(
     world: World,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -181,7 +181,7 @@ def test_moved_experts_outlast_a_sleep_and_a_new_group_starts_over(
         assert member.ask("tokens", 1) == alone.tokens[1]
 
 
-def test_balancing_what_cannot_be_balanced_is_refused(checkpoint: SaveModel) -> None:
+def test_balancing_is_refused_if_unsupported(checkpoint: SaveModel) -> None:
     for wrong, what in (
         ({"enable_eplb": True}, "--enable-eplb needs --enable-expert-parallel"),
         ({"num_redundant_experts": 1}, "--num-redundant-experts needs --enable-eplb"),
@@ -216,7 +216,7 @@ def settings(directory: Path, **parallel: Any) -> EngineConfig:
     )
 
 
-def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint: SaveModel) -> None:
+def test_model_without_experts_is_loaded_fully_and_joins_no_group(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     for flag in (True, False):
         executor = InProcessExecutor(settings(directory, enable_expert_parallel=flag))
@@ -224,7 +224,7 @@ def test_a_model_without_experts_is_loaded_whole_and_joins_no_group(checkpoint: 
             executor.prepare_group(0, 2)
 
 
-def test_one_engine_alone_is_a_group_of_its_own(
+def test_single_engine_is_a_group_of_one(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     directory = checkpoint("mixtral").directory

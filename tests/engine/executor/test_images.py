@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.rules import why_no_images
+from engine.executor.rules import image_refusal
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
@@ -125,7 +125,7 @@ def test_prompts_with_images_and_without_are_served_together(
 @pytest.mark.parametrize(
     ("name", "with_head"), [("smolvlm", True), ("qwen2.5-vl", False), ("gemma3-vision", False)]
 )
-def test_drafts_of_what_sees_nothing_change_no_token(
+def test_text_only_draft_models_change_no_token(
     with_head: bool, name: str, checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     model, requests = checkpoint(name), traffic(name)
@@ -141,9 +141,7 @@ def test_drafts_of_what_sees_nothing_change_no_token(
 
 
 @ALL
-def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
-    name: str, checkpoint: SaveModel
-) -> None:
+def test_repeated_prompt_is_cached_unless_image_differs(name: str, checkpoint: SaveModel) -> None:
     model = checkpoint(name)
     requests = [
         show(id, text(6), shown, text(20), name=name) for id, shown in enumerate((3, 3, 6), 1)
@@ -160,7 +158,7 @@ def test_a_prompt_that_comes_again_is_cached_unless_it_shows_another_image(
     ("name", "dtype"),
     [("smolvlm", "float32"), ("qwen2.5-vl", "bfloat16"), ("gemma3-vision", "float32")],
 )
-def test_a_request_goes_on_in_another_engine_with_the_same_tokens(
+def test_request_continues_on_other_engine_with_same_tokens(
     name: str, dtype: str, checkpoint: SaveModel
 ) -> None:
     model, requests = checkpoint(name), traffic(name)
@@ -201,7 +199,7 @@ def test_kv_tiers_distinguish_images(checkpoint: SaveModel, tmp_path: Path) -> N
         ("internvl", 2, 1, {"async_scheduling": True}),
     ],
 )
-def test_processes_that_share_a_model_see_images_as_one_does(
+def test_sharded_model_sees_images_like_one_process(
     name: str, shards: int, stages: int, scheduling: dict[str, Any], checkpoint: SaveModel
 ) -> None:
     model, requests = checkpoint(name), traffic(name)
@@ -243,7 +241,7 @@ def serve_in_processes(
         ("mistral3", "int4", "bfloat16", 0.6),
     ],
 )
-def test_processes_that_share_a_model_in_few_bits_see_images(
+def test_sharded_quantized_model_sees_images(
     name: str, quantization: Any, dtype: Any, most: float, checkpoint: SaveModel
 ) -> None:
     model = checkpoint(name)
@@ -278,7 +276,7 @@ def test_processes_that_share_a_model_in_few_bits_see_images(
         ),
     ],
 )
-def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
+def test_gemma_refuses_images_if_they_cannot_be_in_one_step(
     parts: dict[str, Any], reason: str | None, checkpoint: SaveModel
 ) -> None:
     directory = checkpoint("gemma3-vision").directory
@@ -286,12 +284,12 @@ def test_gemma_sees_nothing_where_an_image_cannot_be_seen_as_a_whole(
     assert gemma is not None
     assert other is not None
     config = EngineConfig(model=ModelConfig(model=str(directory)), **parts)
-    assert why_no_images(config, other) is None
-    found = why_no_images(config, gemma)
+    assert image_refusal(config, other) is None
+    found = image_refusal(config, gemma)
     assert found is None if reason is None else reason in (found or "")
 
 
-def test_a_gemma_that_sees_nothing_reads(
+def test_gemma_without_images_serves_text(
     checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(
@@ -305,7 +303,7 @@ def test_a_gemma_that_sees_nothing_reads(
     executor.shutdown()
 
 
-def test_a_mistral_without_transformers_reads(
+def test_mistral_without_transformers_serves_text(
     checkpoint: SaveModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -328,7 +326,7 @@ def test_a_vision_encoder_need_not_be_loaded(checkpoint: SaveModel) -> None:
     executor.shutdown()
 
 
-def test_weights_that_were_given_up_and_loaded_again_see_as_before(checkpoint: SaveModel) -> None:
+def test_vision_weights_freed_and_reloaded_give_same_results(checkpoint: SaveModel) -> None:
     directory = checkpoint("smolvlm").directory
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype="float32", max_model_len=64),

@@ -79,7 +79,7 @@ def plan(tokens: list[int], start: int = 0, count: int | None = None) -> BatchPl
     return BatchPlan(0, starting, blocks, [1], [start], [count or len(tokens)], [True])
 
 
-def test_info_reports_what_was_found(settings: MakeConfig) -> None:
+def test_info_describes_the_loaded_model(settings: MakeConfig) -> None:
     messages: list[str] = []
     executor = InProcessExecutor(settings(), progress=messages.append)
     info = executor.info
@@ -106,7 +106,7 @@ def test_shorter_length_is_honoured_and_longer_refused(settings: MakeConfig) -> 
         InProcessExecutor(settings(max_model_len=129))
 
 
-def test_start_that_cannot_work_says_why(settings: MakeConfig, model: Path) -> None:
+def test_impossible_start_reports_reason(settings: MakeConfig, model: Path) -> None:
     with pytest.raises(ModelNotFound):
         InProcessExecutor(settings(model=str(model / "absent")))
     with pytest.raises(CheckpointError, match="lacks"):
@@ -139,7 +139,7 @@ def test_a_failure_in_a_step_is_raised_by_its_result(executor: InProcessExecutor
     assert len(fine.result().token_ids) == 1
 
 
-def test_a_shutdown_is_final_and_may_come_twice(executor: InProcessExecutor) -> None:
+def test_shutdown_is_final_and_idempotent(executor: InProcessExecutor) -> None:
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -201,9 +201,7 @@ def test_engines_of_one_group_keep_keys_and_values_alike(settings: MakeConfig) -
     assert fp8 == e4m3
 
 
-def test_weights_that_have_changed_are_not_taken_for_the_old_ones(
-    executor: InProcessExecutor, model: Path
-) -> None:
+def test_changed_weights_have_another_fingerprint(executor: InProcessExecutor, model: Path) -> None:
     changed = CONFIG | {"num_hidden_layers": 1}
     executor.sleep(1)
     (model / "config.json").write_text(json.dumps(changed))
@@ -235,7 +233,7 @@ def test_weights_that_cannot_be_loaded_leave_everything_as_it_was(
     assert executor.submit(plan([7, 8, 9])).result() == before
 
 
-def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
+def test_trainer_weights_are_used_until_reverted(
     executor: InProcessExecutor, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, fingerprint = executor.submit(plan([7, 8, 9])).result(), executor.info
@@ -253,18 +251,18 @@ def test_what_a_trainer_sends_is_computed_with_until_it_is_taken_back(
     other = executor.submit(plan([7, 8, 9])).result()
     assert other != before
     assert executor.info.model_fingerprint != fingerprint.model_fingerprint
-    executor.settle_weights(back=True)
+    executor.settle_weights(revert=True)
     assert executor.submit(plan([7, 8, 9])).result() == before
     assert executor.info == fingerprint
 
     executor.take_weights()
-    executor.settle_weights(back=False)
+    executor.settle_weights(revert=False)
     assert executor.submit(plan([7, 8, 9])).result() == other
     with pytest.raises(CannotDo, match="no longer available"):
-        executor.settle_weights(back=True)
+        executor.settle_weights(revert=True)
 
 
-def test_what_a_trainer_cannot_replace_is_refused_by_name(
+def test_unsupported_trainer_updates_are_refused_by_name(
     settings: MakeConfig, executor: InProcessExecutor
 ) -> None:
     shared = ParallelConfig(enable_expert_parallel=True, data_parallel_size=1)
@@ -276,7 +274,7 @@ def test_what_a_trainer_cannot_replace_is_refused_by_name(
         executor.take_weights()
 
 
-def test_weights_wake_up_before_the_cache(executor: InProcessExecutor) -> None:
+def test_weights_can_wake_up_before_the_cache(executor: InProcessExecutor) -> None:
     before = executor.submit(plan([7, 8, 9])).result()
     executor.sleep(2)
     executor.wake_up(kv_cache=False)

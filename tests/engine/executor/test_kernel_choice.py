@@ -45,7 +45,7 @@ def served(batch_invariant: bool | None = None) -> InProcessExecutor:
 
 
 @pytest.mark.parametrize("name", X86_KINDS)
-def test_where_nothing_was_measured_no_kernel_computes(
+def test_unmeasured_processors_use_no_kernels(
     name: Kind, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_kind(name)
@@ -71,7 +71,7 @@ def test_where_nothing_was_measured_no_kernel_computes(
         ("avx512-bf16", None, PagedAttention),
     ],
 )
-def test_prompts_attend_by_what_is_faster_unless_a_batch_must_not_matter(
+def test_prompts_use_faster_attention_unless_batch_invariant(
     name: str, batch_invariant: bool | None, expected: type, as_kind: AsKind
 ) -> None:
     as_kind(name)

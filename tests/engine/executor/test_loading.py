@@ -35,7 +35,7 @@ def chosen(types: torch.dtype = BF16, device: torch.device = CPU, **model: Any) 
 
 
 @pytest.mark.usefixtures("without_16_bits")
-def test_stored_4_bits_are_kept_unless_a_type_is_set_or_they_are_cut() -> None:
+def test_stored_4_bits_are_kept_unless_dtype_is_set_or_weights_are_sharded() -> None:
     assert chosen() == "stored"
     assert chosen(quantization="int8") == "int8"
     assert chosen(quantization="stored", dtype="bfloat16", is_alone=False) == "stored"
@@ -76,7 +76,7 @@ def test_a_file_with_4_bits_is_served_with_them(
         assert (stored(x).float() - expected).norm() < 0.01 * expected.norm()
 
 
-def test_what_answers_lose_is_in_the_log_at_the_start(
+def test_quality_losses_are_logged_at_start(
     checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(name: str, **model: Any) -> list[str]:

@@ -85,7 +85,7 @@ class Answers:
 @pytest.mark.parametrize(
     ("own", "others", "agreed"), [(9, (5, 7), 5), (4, (5, 7), 4), (9, (0,), 0)]
 )
-def test_all_processes_get_the_blocks_that_the_one_with_the_least_memory_has(
+def test_all_processes_get_block_count_of_smallest_memory(
     own: int, others: tuple[int, ...], agreed: int
 ) -> None:
     leader: Any = Answers(*others)
@@ -125,7 +125,7 @@ def test_processes_that_hold_a_model_together_try_the_largest_step_together(
 
 
 @pytest.mark.usefixtures("made_up_device")
-def test_the_share_of_a_device_holds_where_experts_are_spread_too(checkpoint: SaveModel) -> None:
+def test_memory_utilization_holds_with_spread_experts(checkpoint: SaveModel) -> None:
     model = checkpoint("qwen3-moe")
     for share in SHARES:
         config = settings(model.directory, share, data_parallel_size=2, enable_expert_parallel=True)
@@ -140,7 +140,7 @@ def test_the_share_of_a_device_holds_where_experts_are_spread_too(checkpoint: Sa
 
 
 @pytest.mark.usefixtures("made_up_device")
-def test_the_share_of_a_device_holds_for_every_process_of_an_engine(checkpoint: SaveModel) -> None:
+def test_memory_utilization_holds_for_every_process(checkpoint: SaveModel) -> None:
     model = checkpoint("llama")
     for share in SHARES:
         config = settings(model.directory, share, pipeline_parallel_size=2)
@@ -151,7 +151,7 @@ def test_the_share_of_a_device_holds_for_every_process_of_an_engine(checkpoint: 
         assert worker.free_blocks == blocks_of(share, worker._loaded)
 
 
-def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fill(
+def test_expert_parallel_memory_trial_uses_step_filled_by_all_engines(
     checkpoint: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = checkpoint("qwen3-moe")
@@ -175,7 +175,7 @@ def test_an_engine_with_a_part_of_the_experts_tries_the_step_that_all_of_them_fi
     executor.shutdown()
 
 
-def test_a_mirror_returns_what_others_would_send_that_do_the_same() -> None:
+def test_mirror_group_returns_data_of_identical_ranks() -> None:
     mirror = MirrorGroup(3)
     rows = torch.arange(4).view(2, 2)
     assert mirror.all_gather_counts(5) == [5, 5, 5]

@@ -103,7 +103,7 @@ def start() -> Iterator[StartCluster]:
         ("llama4-some-dense", 2),  # wider MLPs than experts
     ],
 )
-def test_every_condition_gives_the_tokens_of_one_process(
+def test_every_configuration_gives_tokens_of_one_process(
     name: str,
     size: int,
     start: StartCluster,
@@ -132,7 +132,7 @@ def test_every_condition_gives_the_tokens_of_one_process(
     assert len(cut.tokens[0]) >= 120 + 18
 
 
-def test_what_a_trainer_sends_is_cut_like_a_checkpoint(
+def test_trainer_weights_are_sharded_like_a_checkpoint(
     start: StartCluster,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -156,17 +156,17 @@ def test_what_a_trainer_sends_is_cut_like_a_checkpoint(
     monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(sent))
     cluster.executor.take_weights()
     assert tokens(cluster.driver) != before
-    cluster.executor.settle_weights(back=True)
+    cluster.executor.settle_weights(revert=True)
     assert tokens(cluster.driver) == before
     monkeypatch.setattr(WeightTransfer, "take", lambda _: SentTensors(stored))
     cluster.executor.take_weights()
-    cluster.executor.settle_weights(back=False)
+    cluster.executor.settle_weights(revert=False)
     assert tokens(cluster.driver) == before
 
 
 @pytest.mark.processor
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3-moe-deep"])
-def test_weights_in_blocks_are_cut_like_others(
+def test_blocked_weights_are_sharded_like_others(
     name: str,
     start: StartCluster,
     checkpoint: SaveModel,
@@ -189,7 +189,7 @@ def test_weights_in_blocks_are_cut_like_others(
 @pytest.mark.parametrize(
     ("name", "size", "stages"), [("qwen3-moe-blocks", 2, 1), ("glm4-moe-blocks", 1, 2)]
 )
-def test_experts_by_a_kernel_are_cut_like_others(
+def test_kernel_experts_are_sharded_like_others(
     name: str,
     size: int,
     stages: int,
@@ -221,7 +221,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
     assert not any(map(psutil.pid_exists, team.pids))
 
 
-def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
+def test_prompt_and_sample_logprobs_equal_one_process(
     start: StartCluster, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint("llama")
@@ -249,7 +249,7 @@ def test_logprobs_of_prompt_and_draws_are_those_of_one_process(
         ("mistral-window", 1, 2),
     ],
 )
-def test_a_cache_in_8_bits_is_that_of_one_process(
+def test_sharded_8_bit_cache_equals_that_of_one_process(
     name: str,
     size: int,
     stages: int,
@@ -302,7 +302,7 @@ def test_a_killed_worker_fails_the_step_and_is_reported_at_once(
         cluster.driver.decode(1, 0)
 
 
-def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_unshardable_models_are_refused(checkpoint: SaveModel, tmp_path: Path) -> None:
     spec = read_spec(checkpoint("llama").directory)
     for size in (3, 8):
         with pytest.raises(UnsupportedModel, match=f"--tensor-parallel-size {size} does not fit"):
@@ -317,7 +317,7 @@ def test_what_cannot_be_cut_is_refused(checkpoint: SaveModel, tmp_path: Path) ->
     assert not any(psutil.pid_exists(pid) for pid in team.pids)
 
 
-def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
+def test_shards_of_all_ranks_form_the_model(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("qwen3-moe-some-dense").directory)
     cuts = [TensorSharding(spec, rank, 4) for rank in range(4)]
     assert [cut.spec.num_heads for cut in cuts] == [1, 1, 1, 1]
@@ -334,7 +334,7 @@ def test_parts_of_all_ranks_make_up_the_model(checkpoint: SaveModel) -> None:
         ("llama", 2, 2),
     ],
 )
-def test_weights_that_were_cut_ahead_give_the_same_tokens(
+def test_sharded_state_gives_the_same_tokens(
     name: str, size: int, stages: int,
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, start: StartCluster,
     tmp_path: Path,
@@ -355,7 +355,7 @@ def test_weights_that_were_cut_ahead_give_the_same_tokens(
     assert cluster.executor.info.model_fingerprint == uncut
 
 
-def test_parts_for_another_number_of_processes_are_refused(
+def test_sharded_state_for_other_process_count_is_refused(
     checkpoint: SaveModel, start: StartCluster, tmp_path: Path
 ) -> None:
     parts = tmp_path / "parts"
@@ -378,7 +378,7 @@ def test_a_model_that_was_not_sharded_is_refused_by_its_missing_part(
         ({"scheduler": {"speculative_model": "other"}}, "draft model"),
     ],
 )
-def test_what_parts_do_not_go_with_is_named(
+def test_settings_incompatible_with_sharded_state_are_named(
     changes: dict[str, dict[str, Any]], named: str, checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     parts = tmp_path / "parts"
@@ -388,8 +388,6 @@ def test_what_parts_do_not_go_with_is_named(
         check_sharded_state(config, is_fallback=False, is_pooling=False)
 
 
-def test_a_directory_that_is_there_is_not_overwritten(
-    checkpoint: SaveModel, tmp_path: Path
-) -> None:
+def test_existing_directory_is_not_overwritten(checkpoint: SaveModel, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         save_sharded_state(checkpoint("llama").directory, tmp_path, 2)

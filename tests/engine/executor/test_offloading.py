@@ -20,7 +20,7 @@ class Layer(Module):
         self.views = [self.weight[2]]
 
 
-def test_weights_and_their_views_are_there_again() -> None:
+def test_weights_and_their_views_are_restored() -> None:
     layers = [Layer(), Layer()]
     model = nn.ModuleList(layers)
     every = [*model.parameters(), *model.buffers(), *(layer.views[0] for layer in layers)]
@@ -43,7 +43,7 @@ def test_tensors_elsewhere_stay() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_without_room_on_the_host_nothing_changes(
+def test_nothing_is_offloaded_without_host_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **__: object) -> Tensor:

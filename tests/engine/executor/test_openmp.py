@@ -55,14 +55,14 @@ def ask(before: str = "", **variables: str) -> dict[str, Any]:
     return answer
 
 
-def test_torch_computes_in_llvms_runtime_whose_threads_sleep_soon() -> None:
+def test_torch_uses_llvm_runtime_with_short_spinning() -> None:
     answer = ask()
     assert answer["threads"] == 3
     assert answer["environment"]["KMP_BLOCKTIME"] == BLOCK_TIME
     assert "GOMP_SPINCOUNT" not in answer["environment"]
 
 
-def test_the_runtime_has_nothing_in_shared_memory_that_a_killed_engine_would_leave_there() -> None:
+def test_runtime_leaves_nothing_in_shared_memory() -> None:
     answer = ask()
     assert not [name for name in answer["shared memory"] if f"_{answer['pid']}_" in name]
 

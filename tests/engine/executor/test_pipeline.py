@@ -184,7 +184,7 @@ def test_every_layout_gives_the_tokens_of_one_process(
     assert (counters.spec_accepted_tokens > 0) == ("speculative_ngram" in scheduling)
 
 
-def test_sleep_profile_and_a_wrong_request_leave_the_stages_whole(
+def test_stages_survive_sleep_profile_and_invalid_request(
     stages: StartStages,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -287,7 +287,7 @@ def test_layers_are_divided_evenly_and_the_last_stage_has_no_more_than_others() 
     assert [*stages[0].layers, *stages[1].layers, *stages[2].layers] == list(range(7))
 
 
-def test_what_cannot_be_divided_is_refused_with_what_to_do() -> None:
+def test_unsupported_pipeline_models_are_refused_with_advice() -> None:
     with pytest.raises(UnsupportedModel, match="--pipeline-parallel-size 4 is more than the 3"):
         divide_layers(3, 4)
     with pytest.raises(UnsupportedModel, match=r"--pipeline-layer-partition 1,3 has 4 layers.*5"):

@@ -17,7 +17,7 @@ ENCODER = PoolingSpec(task="embed", pooling="mean", size=8, is_encoder=True)
 DECODER = PoolingSpec(task="embed", pooling="last", size=8)
 
 
-def test_combinations_without_sense_are_refused_by_name() -> None:
+def test_invalid_pooling_combinations_are_refused_by_name() -> None:
     cases = {
         "--speculative-ngram": (
             DECODER,
@@ -49,7 +49,7 @@ def test_combinations_without_sense_are_refused_by_name() -> None:
             check_pooling(config, spec)
 
 
-def test_a_decoder_may_be_cut_and_quantized() -> None:
+def test_pooling_decoder_can_be_sharded_and_quantized() -> None:
     check_pooling(
         EngineConfig(
             parallel=ParallelConfig(tensor_parallel_size=2), model=ModelConfig(quantization="int8")

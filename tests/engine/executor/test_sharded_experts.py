@@ -146,7 +146,7 @@ def test_one_engine_of_two_processes_has_the_experts_in_both(checkpoint: SaveMod
 
 
 @pytest.mark.parametrize("victim", ["the engine", "its worker"])
-def test_a_dead_process_is_a_dead_engine_and_the_others_regroup_and_keep_the_tokens(
+def test_dead_process_ends_its_engine_and_others_regroup_without_token_changes(
     world: World, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, victim: str
 ) -> None:
     model = checkpoint("qwen3-moe-many")
@@ -205,7 +205,7 @@ def test_a_dead_process_is_a_dead_engine_and_the_others_regroup_and_keep_the_tok
         assert members[rank].ask("tokens", 1) == alone.tokens[1]
 
 
-def test_experts_are_whole_where_all_else_is_cut(checkpoint: SaveModel) -> None:
+def test_experts_are_unsharded_in_sharded_layers(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("gpt-oss-mxfp4").directory)
     assert spec.moe is not None
     with pytest.raises(UnsupportedModel, match="more than the experts of this model"):

@@ -22,7 +22,7 @@ def thread() -> Iterator[StepThread]:
 
 
 @pytest.mark.parametrize("error", [GroupBroken("a member died"), ValueError("no such token")])
-def test_in_a_group_no_step_follows_one_that_failed(thread: StepThread, error: Exception) -> None:
+def test_no_step_follows_a_failed_step_in_group(thread: StepThread, error: Exception) -> None:
     ran = []
 
     def run(plan: BatchPlan) -> BatchResult:
@@ -43,7 +43,7 @@ def test_in_a_group_no_step_follows_one_that_failed(thread: StepThread, error: E
     assert ran == [0, 1, 1]
 
 
-def test_an_engine_alone_may_go_on_after_a_step_that_failed(thread: StepThread) -> None:
+def test_standalone_engine_can_continue_after_failed_step(thread: StepThread) -> None:
     def fail(plan: BatchPlan) -> BatchResult:
         raise ValueError(plan.step)
 

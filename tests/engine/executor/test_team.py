@@ -38,7 +38,7 @@ def trio(workers: list[Played], monkeypatch: pytest.MonkeyPatch) -> Iterator[Tea
     made.close()
 
 
-def test_a_death_is_named_though_another_worker_complains_of_it_first(
+def test_death_is_reported_even_if_another_worker_fails_first(
     trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard, read = threading.Event(), Team._read
@@ -57,7 +57,7 @@ def test_a_death_is_named_though_another_worker_complains_of_it_first(
     assert str(trio.failure()) == "worker 1 has died"
 
 
-def test_what_a_worker_says_is_the_reason_where_all_others_live(
+def test_worker_error_is_the_reason_if_all_others_live(
     trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "CAUSE_TIMEOUT", 0.05)
@@ -70,7 +70,7 @@ def test_what_a_worker_says_is_the_reason_where_all_others_live(
     [pack_frame(ChildFailed("not an answer")), b"\xff\xff\xff\xff"],
     ids=["other", "endless"],
 )
-def test_a_worker_that_cannot_be_understood_is_the_end_of_the_engine(
+def test_malformed_worker_reply_ends_the_engine(
     data: bytes, trio: Team, workers: list[Played]
 ) -> None:
     workers[0].commands.sendall(data)

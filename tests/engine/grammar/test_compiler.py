@@ -34,7 +34,7 @@ def test_a_grammar_is_compiled_once_for_all_requests(
     assert first.matcher is not None
 
 
-def test_what_cannot_be_compiled_says_why_and_is_not_kept(compiler: GrammarCompiler) -> None:
+def test_uncompilable_grammar_reports_reason_and_is_not_cached(compiler: GrammarCompiler) -> None:
     grammar = compiler.request(LarkGrammar("start: <|no_such_token|>"))
     grammar.wait()
     assert grammar.matcher is None
@@ -52,7 +52,7 @@ def test_a_grammar_that_allows_nothing_is_an_error(compiler: GrammarCompiler) ->
     assert "no text fits" in grammar.error
 
 
-def test_only_the_grammars_used_last_are_kept_once_nobody_uses_them(
+def test_only_recently_used_grammars_stay_cached(
     compiler: GrammarCompiler,
 ) -> None:
     in_use = compiler.request(RegexGrammar("x"))
@@ -64,7 +64,7 @@ def test_only_the_grammars_used_last_are_kept_once_nobody_uses_them(
     until_cached(compiler, MAX_CACHED)
 
 
-def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: Path) -> None:
+def test_unsuitable_tokenizer_fails_only_requests(tmp_path: Path) -> None:
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     compiler = GrammarCompiler(broken, 100)
@@ -76,7 +76,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_fails_requests_only(tmp_path: P
         compiler.shutdown()
 
 
-def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
+def test_cache_of_unused_grammars_is_bounded_in_bytes(
     compiler: GrammarCompiler,
 ) -> None:
     grammars = [compiler.request(RegexGrammar(f"{number}[a-z]+")) for number in range(4)]
@@ -90,7 +90,7 @@ def test_grammars_that_nobody_uses_are_kept_within_a_number_of_bytes(
     until_cached(compiler, 2)  # the newest, and the newest before it, which is small
 
 
-def test_no_more_grammars_are_compiled_than_there_is_room_for(
+def test_grammar_compilation_is_bounded_by_memory(
     compiler: GrammarCompiler, settled: threading.Semaphore
 ) -> None:
     cached = compiler.request(RegexGrammar("nobody uses it"))
@@ -110,7 +110,7 @@ def test_no_more_grammars_are_compiled_than_there_is_room_for(
     assert waiting.error is None
 
 
-def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(
+def test_required_recompilation_does_not_wait_for_room(
     compiler: GrammarCompiler,
 ) -> None:
     large = compiler.request(RegexGrammar("[a-z]+"))
@@ -119,7 +119,7 @@ def test_a_step_that_cannot_go_on_without_a_grammar_does_not_wait_for_room(
     assert compiler.compiled(RegexGrammar("[0-9]+")).error is None
 
 
-def test_grammars_may_name_tokens_that_only_the_tokenizers_config_has(tmp_path: Path) -> None:
+def test_grammars_can_name_tokens_of_tokenizer_config(tmp_path: Path) -> None:
     tokenizer = (BUNDLED_MODEL / "tokenizer.json").read_text(encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     known = {token["id"] for token in json.loads(tokenizer)["added_tokens"]}
@@ -156,7 +156,7 @@ def test_one_tenants_slow_grammars_leave_a_thread_for_others(
         each.wait()
 
 
-def test_a_mask_that_takes_long_ends_by_itself(compiler: GrammarCompiler) -> None:
+def test_slow_mask_times_out(compiler: GrammarCompiler) -> None:
     options = '("a")? ' * 9900
     matcher = new_matcher(compiler.tokenizer(), LLMatcher.grammar_from_lark(f"start: {options}"))
     started_at = time.thread_time()

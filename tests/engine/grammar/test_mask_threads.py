@@ -5,7 +5,7 @@ import threading
 from engine.grammar.mask_threads import PATIENCE, GrammarState, MaskJob, MaskThreads
 
 
-def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
+def test_job_can_be_checked_for_timeout_at_any_time() -> None:
     answers: list[bool] = []
 
     class Asked(GrammarState):
@@ -26,7 +26,7 @@ def test_a_job_may_be_asked_at_any_moment_whether_it_takes_too_long() -> None:
     assert job.seconds is not None
 
 
-def test_a_job_that_waits_for_another_of_its_grammar_is_late_when_that_one_is() -> None:
+def test_job_waiting_for_late_job_of_its_grammar_is_late() -> None:
     state, go_on = GrammarState(), threading.Event()
     threads = MaskThreads()
     busy = MaskJob(state, lambda: _burn_until(go_on))
@@ -41,7 +41,7 @@ def test_a_job_that_waits_for_another_of_its_grammar_is_late_when_that_one_is() 
         threads.shutdown()
 
 
-def test_a_step_does_not_wait_for_one_mask_that_takes_long_once_all_others_are_done() -> None:
+def test_step_does_not_wait_for_single_slow_mask() -> None:
     go_on, threads = threading.Event(), MaskThreads()
     busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(2)]
     quick = [MaskJob(GrammarState(), lambda: None) for _ in range(8)]
@@ -59,7 +59,7 @@ def test_a_step_does_not_wait_for_one_mask_that_takes_long_once_all_others_are_d
         threads.shutdown()
 
 
-def test_a_step_waits_for_nothing_if_all_threads_are_busy_with_what_takes_long() -> None:
+def test_step_does_not_wait_if_all_threads_run_slow_masks() -> None:
     go_on, threads = threading.Event(), MaskThreads()
     busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(8)]
     later = MaskJob(GrammarState(), lambda: None)

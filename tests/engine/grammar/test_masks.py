@@ -62,13 +62,13 @@ def test_rows_without_grammar_have_no_mask(table: GrammarTable) -> None:
     assert masks.rows.tolist() == [1]
 
 
-def test_output_that_does_not_fit_ends_with_an_error(table: GrammarTable) -> None:
+def test_output_that_violates_grammar_ends_with_an_error(table: GrammarTable) -> None:
     start(table, 0, RegexGrammar("abc"), output="xyz")
     ended = table.advance([0], [5]).reasons
     assert "cannot follow its grammar" in (ended[0] or "")
 
 
-def test_the_end_is_allowed_where_the_grammar_may_end(table: GrammarTable) -> None:
+def test_end_token_is_allowed_where_grammar_can_end(table: GrammarTable) -> None:
     start(table, 0, RegexGrammar("[0-9]{1,3}"))
     assert not EOS & set(table.choices([0])[0][0])
     assert table.advance([0], tokens("7")).reasons == {}
@@ -76,7 +76,7 @@ def test_the_end_is_allowed_where_the_grammar_may_end(table: GrammarTable) -> No
     assert table.advance([0], [2]).reasons == {0: None}
 
 
-def test_nothing_can_follow_and_so_the_grammar_ends_at_once(table: GrammarTable) -> None:
+def test_grammar_without_continuation_ends_at_once(table: GrammarTable) -> None:
     start(table, 0, RegexGrammar("[0-9]"))
     assert table.advance([0], tokens("7")).reasons == {0: None}
     assert table.advance([0], [2]).reasons == {0: None}, "a step in flight may add to it, in vain"
@@ -93,7 +93,7 @@ def test_the_grammar_begins_after_its_marker(table: GrammarTable) -> None:
     assert write(table, 0, random.Random(1)) in ("yes", "no")
 
 
-def test_the_marker_is_found_in_output_that_came_with_the_request(table: GrammarTable) -> None:
+def test_marker_is_found_in_resumed_output(table: GrammarTable) -> None:
     start(table, 0, ChoiceGrammar(("yes", "no")), after="</think>", output="hm</think>y")
     assert write(table, 0, random.Random(1)) == "es"
 
@@ -103,7 +103,7 @@ def texts(masks: TokenMasks, row: int) -> set[str]:
     return {TOKENIZER.decode([token_id]) for token_id in np.flatnonzero(allowed).tolist()}
 
 
-def test_draws_after_proposed_tokens_have_masks_of_their_own(table: GrammarTable) -> None:
+def test_each_proposed_token_has_its_own_mask(table: GrammarTable) -> None:
     start(table, 4, RegexGrammar("a[bc]d"))
     start(table, 6, RegexGrammar("[0-9]"))
     masks = table.masks([9, 4, 4, 4, 6], {4: tokens("a") + tokens("b")})
@@ -116,7 +116,7 @@ def test_draws_after_proposed_tokens_have_masks_of_their_own(table: GrammarTable
     assert {TOKENIZER.decode([t]) for t in table.choices([4])[4][0]} >= {"a"}, "nothing is consumed"
 
 
-def test_proposed_tokens_that_do_not_fit_are_not_drawn(table: GrammarTable) -> None:
+def test_proposed_tokens_that_violate_grammar_are_rejected(table: GrammarTable) -> None:
     start(table, 4, RegexGrammar("a[bc]d"))
     masks = table.masks([4, 4, 4], {4: tokens("a") + tokens("x")})
     assert masks is not None
@@ -128,7 +128,7 @@ def test_proposed_tokens_that_do_not_fit_are_not_drawn(table: GrammarTable) -> N
     assert table.advance([4, 4], [*tokens("d"), 2]).reasons == {4: None}
 
 
-def test_the_marker_may_be_among_the_proposed_tokens(table: GrammarTable) -> None:
+def test_marker_can_be_among_proposed_tokens(table: GrammarTable) -> None:
     start(table, 0, ChoiceGrammar(("yes", "no")), after="<>")
     proposed = [*tokens("<"), *tokens(">"), *tokens("y")]
     masks = table.masks([0] * 4, {0: proposed})
@@ -149,7 +149,7 @@ def test_slots_are_released(table: GrammarTable) -> None:
     assert not table._followers
 
 
-def test_masks_know_when_only_some_tokens_are_left() -> None:
+def test_masks_report_whether_only_given_tokens_are_allowed() -> None:
     bits = np.zeros((2, 2), np.int32)
     bits[0, 0] = 0b101
     bits[1, 1] = np.uint32(1 << 31).astype(np.int32)
@@ -178,7 +178,7 @@ THINK = {"after": "</think>", "grammar_opening": "<think>"}
 FORM = ChoiceGrammar(("yes", "no", "<no>"))
 
 
-def test_a_model_that_does_not_think_is_held_to_its_form_at_once(table: GrammarTable) -> None:
+def test_non_reasoning_answer_follows_grammar_from_start(table: GrammarTable) -> None:
     first = tokens("<think>")[0]
     for seed in range(10):
         start(table, 0, ChoiceGrammar(("yes", "no")), **THINK)
@@ -195,9 +195,7 @@ def test_a_model_that_does_not_think_is_held_to_its_form_at_once(table: GrammarT
 
 
 @pytest.mark.parametrize("known", range(12))
-def test_a_model_that_opens_its_reasoning_is_free_up_to_the_end_tag(
-    table: GrammarTable, known: int
-) -> None:
+def test_reasoning_is_unconstrained_up_to_end_tag(table: GrammarTable, known: int) -> None:
     """At any point at which another engine takes over."""
     whole = [*tokens("<think>"), *tokens("hm"), *tokens("</think>"), *tokens("yes")]
     form = RegexGrammar("yes|<[0-9]+>")
@@ -221,7 +219,7 @@ def test_a_model_that_opens_its_reasoning_is_free_up_to_the_end_tag(
         assert ends.reasons == {1: None}
 
 
-def test_an_opening_and_a_form_may_begin_alike(table: GrammarTable) -> None:
+def test_opening_tag_and_grammar_can_share_a_prefix(table: GrammarTable) -> None:
     start(table, 0, FORM, **THINK)
     assert table.advance([0], tokens("<")) == ({}, {}, {})
     allowed = set(table.choices([0])[0][0])
@@ -231,7 +229,7 @@ def test_an_opening_and_a_form_may_begin_alike(table: GrammarTable) -> None:
     assert ends.reasons == {0: None}
 
 
-def test_reasoning_that_does_not_end_leaves_room_for_the_form(table: GrammarTable) -> None:
+def test_unended_reasoning_leaves_room_for_grammar(table: GrammarTable) -> None:
     start(table, 0, FORM, after="</think>", grammar_budget=5)
     rng = random.Random(3)
     drawn: list[int] = []

@@ -73,7 +73,7 @@ def _as_gbnf(form: Form) -> GrammarSpec:
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("written_as", [_as_regex, _as_gbnf])
-def test_random_outputs_fit_random_forms(table: GrammarTable, written_as: Any) -> None:
+def test_random_outputs_fit_random_grammars(table: GrammarTable, written_as: Any) -> None:
     @settings(max_examples=60)
     @given(_FORMS, st.integers(0, 999))
     def check(form: Form, seed: int) -> None:
@@ -92,7 +92,7 @@ list: "[" (value ("," "0")*)? "]"
 """
 
 
-def test_random_outputs_of_a_recursive_grammar_are_whole(table: GrammarTable) -> None:
+def test_random_outputs_of_a_recursive_grammar_are_complete(table: GrammarTable) -> None:
     depths = []
     for seed in range(20):
         text = write(table, LarkGrammar(NESTED), random.Random(seed))

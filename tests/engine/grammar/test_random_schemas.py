@@ -133,7 +133,7 @@ def test_random_outputs_fit_random_schemas(table: GrammarTable) -> None:
     ],
     ids=str,
 )
-def test_a_pattern_that_no_other_key_matches_leads_nowhere(
+def test_pattern_that_matches_only_listed_keys_is_no_dead_end(
     table: GrammarTable, schema: dict[str, Any]
 ) -> None:
     schema = {"type": "object", "additionalProperties": False, **schema}
@@ -143,7 +143,7 @@ def test_a_pattern_that_no_other_key_matches_leads_nowhere(
         jsonschema.validate(json.loads(text), schema)
 
 
-def test_nothing_that_fits_can_follow_is_an_error_and_no_clean_end(
+def test_dead_end_is_an_error_and_not_a_clean_end(
     table: GrammarTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In case of unknown dead ends."""

@@ -53,7 +53,7 @@ class Layer:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 60, 300])
-def test_results_are_exact_but_for_rounding(shape: tuple[int, int, int, int], tokens: int) -> None:
+def test_results_differ_only_by_rounding(shape: tuple[int, int, int, int], tokens: int) -> None:
     layer = Layer(*shape, tokens)
     result = layer.made()(layer.x, layer.chosen, layer.weights)
     assert result.shape == layer.x.shape
@@ -61,7 +61,7 @@ def test_results_are_exact_but_for_rounding(shape: tuple[int, int, int, int], to
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_has_the_same_bits_among_any_number(shape: tuple[int, int, int, int]) -> None:
+def test_token_has_same_bits_in_batch_of_any_size(shape: tuple[int, int, int, int]) -> None:
     layer = Layer(*shape, 200)
     experts = layer.made()
     whole = experts(layer.x, layer.chosen, layer.weights)
@@ -85,14 +85,14 @@ def test_threads_do_not_change_a_bit(shape: tuple[int, int, int, int]) -> None:
     assert all(torch.equal(each, results[0]) for each in results)
 
 
-def test_one_expert_may_have_all_tokens() -> None:
+def test_one_expert_can_have_all_tokens() -> None:
     layer = Layer(192, 128, 8, 1, 400)
     layer.chosen.fill_(7)
     result = layer.made()(layer.x, layer.chosen, layer.weights)
     assert torch.allclose(result.double(), layer.exact(), rtol=2.0**-7, atol=2.0**-6)
 
 
-def test_what_is_no_number_in_an_expert_or_a_token_stays_there() -> None:
+def test_nan_of_expert_or_token_does_not_spread() -> None:
     layer = Layer(192, 128, 8, 2, 40)
     layer.chosen[:] = torch.tensor([[0, 2]])
     layer.chosen[9, 1] = 5
@@ -105,7 +105,7 @@ def test_what_is_no_number_in_an_expert_or_a_token_stays_there() -> None:
     assert torch.equal(result.isfinite().any(dim=1), ~broken)
 
 
-def test_what_is_given_may_lie_anywhere() -> None:
+def test_inputs_can_be_non_contiguous() -> None:
     layer = Layer(192, 128, 8, 2, 40)
     experts = layer.made()
     expected = experts(layer.x, layer.chosen, layer.weights)
@@ -115,7 +115,7 @@ def test_what_is_given_may_lie_anywhere() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(96, 64), (64, 40)])
-def test_sizes_of_no_whole_blocks_have_no_kernel(hidden: int, inner: int) -> None:
+def test_sizes_not_divisible_into_blocks_have_no_kernel(hidden: int, inner: int) -> None:
     assert experts_kernel(64, 64) is not None
     assert experts_kernel(hidden, inner) is None
 
@@ -133,7 +133,7 @@ def test_experts_that_differ_from_stock_ones_are_not_trusted(
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe-blocks", "glm4-moe-blocks", "llama4-blocks"])
-def test_models_are_as_exact_as_with_stock_operators(
+def test_models_are_as_accurate_as_with_stock_operators(
     name: str,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -168,7 +168,7 @@ def test_models_are_as_exact_as_with_stock_operators(
 @pytest.mark.parametrize(
     "settings", [{"quantization": "int8"}, {"adapters": AdapterCapacity(2, 4)}, {}]
 )
-def test_rounded_and_adapted_experts_have_products_of_their_own(
+def test_quantized_and_adapted_experts_use_separate_products(
     settings: dict[str, Any],
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -184,7 +184,7 @@ def test_rounded_and_adapted_experts_have_products_of_their_own(
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_model_with_kernels_calls_this_one_once_a_layer(
+def test_model_with_kernels_calls_experts_kernel_once_per_layer(
     is_fused: bool, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = _count_calls(monkeypatch)

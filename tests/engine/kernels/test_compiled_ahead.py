@@ -26,7 +26,7 @@ def needs(is_there: bool, feature: str) -> pytest.MarkDecorator:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernel cache directory."""
-    monkeypatch.setattr(compiling, "_kept_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling, "_cache_directory", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def lock_of(kernel: Kernel, directory: Path) -> FileLock:
     return FileLock(directory / f"{kernel._body.__module__}.{kernel._body.__qualname__}.lock")
 
 
-def test_what_another_process_compiles_is_left_to_it_until_it_is_called(
+def test_kernel_compiled_by_other_process_is_awaited_on_first_call(
     directory: Path, kernel: Kernel
 ) -> None:
     with lock_of(kernel, directory):
@@ -50,7 +50,7 @@ def test_what_another_process_compiles_is_left_to_it_until_it_is_called(
     assert kernel._compiled == "compiled"
 
 
-def test_a_process_that_compiles_for_too_long_is_not_waited_for(
+def test_wait_for_compiling_process_times_out(
     directory: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_PATIENCE", 0.1)
@@ -58,7 +58,7 @@ def test_a_process_that_compiles_for_too_long_is_not_waited_for(
         assert kernel._compiled == "compiled"
 
 
-def test_without_locks_everybody_compiles(
+def test_all_processes_compile_without_file_locks(
     directory: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -79,7 +79,7 @@ def test_without_locks_everybody_compiles(
         pytest.param("amx", marks=needs(has_tiles(), "AMX")),
     ],
 )
-def test_a_model_calls_what_was_compiled_ahead_of_it(
+def test_model_calls_kernels_compiled_ahead(
     name: str,
     as_zen: int,
     as_amx: int,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.reference import ChooseExperts, choose_experts, gating, swiglu
-from engine.kernels.registry import choosing, has_product_kernel, swiglu_of_chosen
+from engine.kernels.registry import expert_choice, has_product_kernel, swiglu_of_chosen
 from tests.engine.fixtures import LoadDriver, SaveModel
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def choose() -> ChooseExperts:
-    made = choosing(torch.bfloat16, CPU)
+    made = expert_choice(torch.bfloat16, CPU)
     assert made is not choose_experts
     return made
 
@@ -29,7 +29,7 @@ def random_scores(rows: int, experts: int, columns: int) -> Tensor:
     [(1, 1, 64), (8, 2, 64), (8, 8, 8), (60, 4, 64), (128, 8, 128)],
 )
 @pytest.mark.parametrize("rows", [1, 5, 200])
-def test_experts_are_those_of_the_largest_scores(
+def test_experts_with_largest_scores_are_chosen(
     rows: int, experts: int, per_token: int, columns: int, normalize: bool, choose: ChooseExperts
 ) -> None:
     scores = random_scores(rows, experts, columns)
@@ -50,7 +50,7 @@ def test_a_token_s_experts_do_not_depend_on_the_others(choose: ChooseExperts) ->
         assert all(torch.equal(a[0], t[row]) for a, t in zip(alone, together, strict=True))
 
 
-def test_scores_that_are_no_numbers_choose_experts_that_there_are(choose: ChooseExperts) -> None:
+def test_nan_scores_choose_valid_experts(choose: ChooseExperts) -> None:
     scores = torch.full((2, 8), torch.nan).bfloat16()
     scores[1] = -torch.inf
     chosen, _ = choose(scores, 3, normalize=True)
@@ -76,7 +76,7 @@ def test_chosen_experts_are_gated_and_weighed(
         assert torch.equal(alone, result[-1:])
 
 
-def test_what_is_no_number_in_an_expert_that_is_not_chosen_does_not_matter() -> None:
+def test_nan_in_unchosen_expert_has_no_effect() -> None:
     gate_up = torch.ones(1, 3, 16).bfloat16()
     gate_up[0, 1] = torch.nan
     gate = swiglu_of_chosen(torch.bfloat16, CPU)
@@ -86,12 +86,12 @@ def test_what_is_no_number_in_an_expert_that_is_not_chosen_does_not_matter() -> 
 
 
 def test_other_types_and_devices_are_left_to_torch() -> None:
-    assert choosing(torch.float32, CPU) is choose_experts
-    assert choosing(torch.bfloat16, torch.device("cuda")) is choose_experts
+    assert expert_choice(torch.float32, CPU) is choose_experts
+    assert expert_choice(torch.bfloat16, torch.device("cuda")) is choose_experts
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_models_choose_by_the_kernel_where_they_have_kernels(
+def test_models_with_kernels_choose_experts_by_kernel(
     is_fused: bool, checkpoint: SaveModel, driver: LoadDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.kernels.cpu import experts as kernels

@@ -21,7 +21,7 @@ from engine.kernels.processor import Kind, has_16_bit_kernels, kind
 from engine.models.loading.products import ProductLoader
 from engine.models.module import Rows, add_to
 from engine.models.products.dense import PackedLinear, prepare_linear
-from engine.models.products.row_blocks import RowBlocks, is_by_rows, probe_rows
+from engine.models.products.row_blocks import RowBlocks, is_row_independent, probe_rows
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -42,7 +42,7 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
 def by_rows(weight: Tensor, bias: Tensor | None) -> Rows:
     """Return a batch-invariant product, which computes each row independently."""
     product = prepare_linear(weight, bias, by_rows=True, by_kernels=True)
-    if is_by_rows(product):
+    if is_row_independent(product):
         return product
     return RowBlocks(product, probe_rows(weight.shape[1], torch.bfloat16))
 
@@ -54,7 +54,7 @@ def by_kernel(product: Rows) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_products_are_exact_but_for_rounding(
+def test_products_differ_only_by_rounding(
     shape: tuple[int, int], has_bias: bool, one_by_one: bool
 ) -> None:
     weight = weight_of(*shape)
@@ -71,7 +71,7 @@ def test_products_are_exact_but_for_rounding(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_has_the_same_bits_among_any_number(shape: tuple[int, int], threads: int) -> None:
+def test_row_has_same_bits_in_batch_of_any_size(shape: tuple[int, int], threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -104,7 +104,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(value: float) -> None:
+def test_nan_stays_in_its_row(value: float) -> None:
     product = by_rows(weight_of(128, 320), None)
     x = normal(40, 320)
     broken = x.clone()
@@ -115,7 +115,7 @@ def test_what_is_no_number_stays_in_its_row(value: float) -> None:
     assert torch.equal(result.nan_to_num(), clean.nan_to_num())
 
 
-def test_rows_may_lie_anywhere() -> None:
+def test_rows_can_be_non_contiguous() -> None:
     product = prepare_linear(weight_of(128, 320), None, by_kernels=True)
     x = normal(10, 640)
     assert torch.equal(product(x[:, 320:]), product(x[:, 320:].clone()))
@@ -123,7 +123,7 @@ def test_rows_may_lie_anywhere() -> None:
     assert product(x[:0, :320]).shape == (0, 128)
 
 
-def test_products_of_onednn_are_as_before_beside_tiles() -> None:
+def test_onednn_products_are_unaffected_by_tile_configuration() -> None:
     """Both configure the tiles of a thread."""
     weight, x = weight_of(128, 320), normal(200, 320)
     plain = prepare_linear(weight.clone())
@@ -145,7 +145,7 @@ def test_work_is_divided_evenly(blocks: int, groups: int, threads: int) -> None:
     assert largest <= max(1, 2 * blocks * groups / threads)
 
 
-def test_a_kernel_is_used_where_the_processor_has_what_it_takes() -> None:
+def test_kernel_is_used_if_processor_has_its_features() -> None:
     kernels = {Kind.AMX: has_tiles(), Kind.AMD_AVX512_BF16: has_pairs()}
     assert (product_kernel() is not None) == kernels.get(kind(), False)
     product = prepare_linear(weight_of(128, 320), by_kernels=True)
@@ -162,14 +162,14 @@ def test_products_of_a_device_are_not_computed_by_kernels_of_its_cpu(device: str
         torch.bfloat16,
         torch.device(device),
         quantization=None,
-        is_by_rows=False,
+        is_row_independent=False,
         bank=None,
         by_kernels=True,
     )
     assert products.by_kernels == (device == "cpu" and product_kernel() is not None)
 
 
-def test_where_there_is_no_kernel_products_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_without_kernel_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "product_kernel", lambda: None)
     product = prepare_linear(weight_of(128, 320), by_kernels=True)
     assert not by_kernel(product)

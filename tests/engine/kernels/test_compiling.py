@@ -36,7 +36,7 @@ ROWS = ("rms_norm", "rms_norm_heads", "rotate_and_store", "swiglu")
 
 
 @pytest.mark.stack
-def test_kernels_are_compiled_once_kept_for_the_user_and_run_on_either_runtime(
+def test_kernels_are_compiled_once_cached_per_user_and_run_on_either_runtime(
     tmp_path: Path,
 ) -> None:
     """Two processes that start together divide the compilations."""
@@ -66,21 +66,21 @@ def test_all_rows_are_computed_by_any_number_of_threads(shares: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_a_kernel_takes_as_many_arguments_as_it_reads(count: int) -> None:
+def test_kernel_checks_number_of_arguments(count: int) -> None:
     with pytest.raises(struct.error):
         swiglu(1, *range(count))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_types_have_none(dtype: torch.dtype) -> None:
+def test_other_dtypes_have_no_kernels(dtype: torch.dtype) -> None:
     assert fused_kernels(dtype, CPU) is None
 
 
-def test_other_devices_have_none() -> None:
+def test_other_devices_have_no_kernels() -> None:
     assert fused_kernels(torch.bfloat16, torch.device("cuda")) is None
 
 
-def test_without_numba_there_are_none(
+def test_no_kernels_without_numba(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -125,7 +125,7 @@ def test_kernels_that_differ_are_not_used(
     assert "between products are torch's own: fused kernels differ" in caplog.text
 
 
-def test_a_failure_to_compile_is_said_and_survived(
+def test_compilation_failure_is_logged_and_survived(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

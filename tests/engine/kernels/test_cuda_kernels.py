@@ -36,7 +36,7 @@ def test_products_are_right(rows: int, has_bias: bool, dtype: torch.dtype) -> No
     assert is_close(product.add_to(sums.clone(), x), plain + sums.float(), dtype)
 
 
-def test_a_row_of_a_product_has_the_same_bits_among_any_number(dtype: torch.dtype) -> None:
+def test_product_row_has_same_bits_in_batch_of_any_size(dtype: torch.dtype) -> None:
     product = InvariantLinear(normal(136, 288, dtype=dtype), None)
     x = normal(230, 288, dtype=dtype)
     whole = product(x)
@@ -54,7 +54,7 @@ def test_kernels_are_trusted_in_either_type_of_16_bits(dtype: torch.dtype) -> No
     assert choice._agree(CudaKernels(), dtype, DEVICE)
 
 
-def test_norms_gates_and_rotations_are_those_of_stock_operators(dtype: torch.dtype) -> None:
+def test_norms_gates_and_rotations_equal_stock_operators(dtype: torch.dtype) -> None:
     from engine.kernels.cuda.fused import CudaKernels
 
     kernels = CudaKernels()

@@ -10,7 +10,7 @@ import pytest
 from engine.kernels.cpu import installed
 from engine.kernels.cpu.compiling import TARGET
 from engine.kernels.cpu.installed import COMMON_HEADS, environment_for
-from engine.kernels.cpu.kept import installed_directory
+from engine.kernels.cpu.kernel_cache import installed_directory
 from engine.kernels.cpu.targets import X86_TARGETS, Target
 from engine.models.hf_config import read_spec
 from engine.shared.config import BUNDLED_MODEL
@@ -29,7 +29,7 @@ print(*sorted(name for name in sys.modules if name.startswith("engine.")))
 
 
 @pytest.mark.stack
-def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(
+def test_kernels_compiled_for_target_are_loaded_on_its_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = str(tmp_path / "installation")
@@ -61,7 +61,7 @@ def test_what_was_compiled_for_a_target_is_loaded_on_its_processors(
     ("arguments", "expected"),
     [([], [each.name for each in X86_TARGETS]), (["avx512-bf16"], ["avx512-bf16"])],
 )
-def test_all_targets_are_compiled_for_or_those_that_are_named(
+def test_all_or_named_targets_are_compiled(
     arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = list[Target]()
@@ -72,7 +72,7 @@ def test_all_targets_are_compiled_for_or_those_that_are_named(
     assert [each.name for each in compiled] == expected
 
 
-def test_a_name_that_is_no_target_is_refused_with_those_there_are(
+def test_unknown_target_is_refused_with_known_targets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["installed", "avx3"])
@@ -81,7 +81,7 @@ def test_a_name_that_is_no_target_is_refused_with_those_there_are(
     assert "'avx3' is not one of amx, avx512-bf16" in capsys.readouterr().err
 
 
-def test_elsewhere_engines_compile_as_they_start(
+def test_engines_compile_at_start_without_installed_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(installed, "is_x86", lambda: False)

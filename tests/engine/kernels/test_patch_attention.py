@@ -85,7 +85,7 @@ COUNTS = [[1] * 8, [1], [1, 5, 1, 70, 1, 140], [300, 4, 64]]
     ("shape", "windows"),
     [(shape, [None, 1, 20, 129] if shape == SHAPES[0] else [None, 20]) for shape in SHAPES],
 )
-def test_it_equals_the_stock_operators(
+def test_patch_attention_equals_stock_operators(
     shape: tuple[int, int, int], windows: list[int | None]
 ) -> None:
     attention, exact = attentions(shape)
@@ -99,7 +99,7 @@ def test_it_equals_the_stock_operators(
 
 
 @pytest.mark.parametrize(("shape", "window"), [((6, 2, 32), None), ((4, 4, 16), 20)])
-def test_sinks_take_their_share(shape: tuple[int, int, int], window: int | None) -> None:
+def test_attention_sinks_take_their_share(shape: tuple[int, int, int], window: int | None) -> None:
     attention, exact = attentions(shape, scale=0.2)
     rows = rows_of([1, 40, 150], [0, 7, 100])
     queries, cache = tensors(shape, 191)
@@ -123,7 +123,7 @@ def test_scores_are_capped(softcap: float) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 2, 32), (4, 4, 16), (6, 2, 80)])
 @pytest.mark.parametrize(("window", "threads"), [(None, 2), (1, 5), (50, 5)])
-def test_a_token_has_the_same_bits_in_any_step(
+def test_token_has_same_bits_in_any_step(
     shape: tuple[int, int, int], window: int | None, threads: int
 ) -> None:
     """In a prompt, in any of its chunks, among other rows and as a decode."""
@@ -150,7 +150,7 @@ def test_a_token_has_the_same_bits_in_any_step(
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_what_a_row_does_not_see_does_not_reach_it(window: int | None) -> None:
+def test_keys_outside_a_row_have_no_effect(window: int | None) -> None:
     """Blocks are reused, so the memory after a row's keys is arbitrary."""
     shape, counts = (6, 2, 80), [1, 7, 40, 1, 1]
     attention, _ = attentions(shape)
@@ -165,7 +165,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(window: int | None) -> None:
     assert torch.equal(attention.attend(queries, cache, attention.plan(rows, window)), clean)
 
 
-def test_scores_far_apart() -> None:
+def test_widely_spread_scores_are_accurate() -> None:
     attention, exact = attentions((6, 2, 80))
     rows = rows_of([1] * 4 + [200], STARTS[:5])
     queries, cache = tensors((6, 2, 80), 204)
@@ -178,7 +178,7 @@ def test_scores_far_apart() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(value: float) -> None:
+def test_nan_stays_in_its_row(value: float) -> None:
     attention, _ = attentions((4, 4, 16))
     rows = rows_of([1, 3, 150], [9, 2, 0])
     queries, cache = tensors((4, 4, 16), 154)
@@ -193,7 +193,7 @@ def test_what_is_no_number_stays_in_its_row(value: float) -> None:
 @pytest.mark.skipif(not has_pairs(), reason="needs AVX-512 for bfloat16")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("counts", [[1] * 3, [1, 40, 1], [4, 40, 150]])
-def test_decodes_alone_are_its_share_beside_stock_operators(
+def test_kernel_computes_only_decodes_beside_stock_operators(
     softcap: float | None, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, sinks = (6, 2, 32), torch.linspace(-3, 6, 6)
@@ -247,6 +247,6 @@ def test_work_is_shared_evenly(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_it_takes_heads_of_whole_chunks() -> None:
+def test_kernel_supports_heads_of_complete_chunks() -> None:
     sizes = (8, 16, 20, 32, 40, 64, 80, 96, 128, 256)
     assert [size for size in sizes if fits(size)] == [16, 32, 64, 80, 96, 128, 256]

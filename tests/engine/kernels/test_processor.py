@@ -61,16 +61,16 @@ def test_kinds_differ_in_vendor_and_instructions(
     expected: Kind,
 ) -> None:
     pretend(monkeypatch, tmp_path, vendor=vendor, features=features)
-    assert processor.found_kind() is expected
+    assert processor.detected_kind() is expected
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_on_other_architectures_onednn_says_whether_it_multiplies_16_bits(
+def test_other_architectures_ask_onednn_for_16_bit_support(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    assert processor.found_kind() is (Kind.BF16 if has_bf16 else Kind.OTHER)
+    assert processor.detected_kind() is (Kind.BF16 if has_bf16 else Kind.OTHER)
 
 
 def test_a_kind_of_another_architecture_is_refused(
@@ -83,7 +83,7 @@ def test_a_kind_of_another_architecture_is_refused(
 
 
 @pytest.mark.parametrize("name", list(Kind))
-def test_a_kind_decides_what_is_faster(
+def test_processor_kind_determines_faster_kernels(
     monkeypatch: pytest.MonkeyPatch, as_kind: AsKind, name: Kind
 ) -> None:
     is_x86 = name not in (Kind.BF16, Kind.OTHER)
@@ -181,7 +181,7 @@ def test_long_products_in_float32_are_closer_than_16_bits(biased: bool) -> None:
         (1, 1, True, 1, 1),
     ],
 )
-def test_a_small_model_leaves_a_core_to_front_ends_but_while_its_head_computes(
+def test_small_model_leaves_a_core_to_front_ends_except_for_its_head(
     monkeypatch: pytest.MonkeyPatch,
     cores: int,
     engines: int,

@@ -35,14 +35,16 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_rms_norm(rows: int, width: int) -> None:
+def test_rms_norm_equals_reference(rows: int, width: int) -> None:
     x, weight = (torch.randn(rows, width) * 3).bfloat16(), torch.randn(width)
     assert is_rounded(KERNELS.rms_norm(x, weight, EPS), normed(x, weight))
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 64), (4, 40), (2, 6), (24, 128)])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 200])
-def test_rms_norm_of_heads_next_to_others(heads: int, head_dim: int, tokens: int) -> None:
+def test_rms_norm_of_interleaved_heads_equals_reference(
+    heads: int, head_dim: int, tokens: int
+) -> None:
     qkv = (torch.randn(tokens, heads + 3, head_dim) * 3).bfloat16()
     before, weight = qkv.clone(), torch.randn(heads, head_dim)
     result = KERNELS.rms_norm_heads(qkv[:, :heads], weight, EPS)
@@ -54,14 +56,14 @@ def test_rms_norm_of_heads_next_to_others(heads: int, head_dim: int, tokens: int
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_swiglu(rows: int, width: int) -> None:
+def test_swiglu_equals_reference(rows: int, width: int) -> None:
     x = (torch.randn(rows, 2 * width) * 5).bfloat16()
     assert is_rounded(KERNELS.swiglu(x), gated(x))
     stacked = x.view(1, rows, -1)
     assert torch.equal(KERNELS.swiglu(stacked), KERNELS.swiglu(x).view(1, rows, -1))
 
 
-def test_swiglu_of_every_gate() -> None:
+def test_swiglu_equals_reference_for_every_gate() -> None:
     """All bfloat16 numbers, except products that are not normal float32 numbers."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     gates = bits.view(torch.bfloat16)
@@ -73,7 +75,7 @@ def test_swiglu_of_every_gate() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_so_and_in_its_row(value: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(value: float) -> None:
     x = torch.randn(3, 80).bfloat16()
     broken = x.clone()
     broken[1, 70] = value
@@ -87,7 +89,9 @@ def test_what_is_no_number_stays_so_and_in_its_row(value: float) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 40), (2, 1, 6)])
 @pytest.mark.parametrize("tokens", [1, 5, 200])
-def test_rotated_and_stored(heads: int, kv_heads: int, head_dim: int, tokens: int) -> None:
+def test_rotate_and_store_equals_reference(
+    heads: int, kv_heads: int, head_dim: int, tokens: int
+) -> None:
     table = rotary_table(
         RopeSpec(theta=10000.0), head_dim, 300, torch.bfloat16, torch.device("cpu")
     )
@@ -108,7 +112,7 @@ def test_rotated_and_stored(heads: int, kv_heads: int, head_dim: int, tokens: in
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_among_any_number_and_in_any_thread(threads: int) -> None:
+def test_row_has_same_bits_in_any_batch_and_thread(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -122,7 +126,7 @@ def test_a_row_has_the_same_bits_among_any_number_and_in_any_thread(threads: int
         torch.set_num_threads(before)
 
 
-def test_rows_that_do_not_lie_side_by_side() -> None:
+def test_non_contiguous_rows_are_supported() -> None:
     x = torch.randn(6, 64).bfloat16()
     weight = torch.ones(32)
     assert torch.equal(
@@ -131,7 +135,7 @@ def test_rows_that_do_not_lie_side_by_side() -> None:
     assert torch.equal(KERNELS.swiglu(x[::2]), KERNELS.swiglu(x[::2].clone()))
 
 
-def test_no_rows() -> None:
+def test_empty_input_is_supported() -> None:
     nothing = torch.empty(0, 64).bfloat16()
     assert KERNELS.rms_norm(nothing, torch.ones(64), EPS).shape == (0, 64)
     assert KERNELS.swiglu(nothing).shape == (0, 32)

@@ -30,7 +30,7 @@ SAPPHIRE_RAPIDS = ZEN_4 - {"sse4a"} | {"amx-bf16", "amx-int8", "amx-tile", "avx5
     ],
     ids=["amx", "amx hidden", "zen 4", "skylake", "fma hidden"],
 )
-def test_a_machine_gets_the_first_target_of_which_it_has_all_features(
+def test_machine_gets_first_target_with_supported_features(
     features: frozenset[str], expected: str | None
 ) -> None:
     found = dict.fromkeys(SAPPHIRE_RAPIDS | ZEN_4, False) | dict.fromkeys(features, True)
@@ -38,7 +38,7 @@ def test_a_machine_gets_the_first_target_of_which_it_has_all_features(
     assert (target and target.name) == expected
 
 
-def test_each_target_has_what_those_behind_it_have() -> None:
+def test_each_target_includes_features_of_later_ones() -> None:
     for one, behind in itertools.pairwise(X86_TARGETS):
         assert one.features > behind.features
 
@@ -58,7 +58,7 @@ def test_numba_compiles_for_the_target_of_this_machine() -> None:
     assert not compiles_for("avx512bf16", "of no processor")
 
 
-def test_another_processor_may_be_chosen_of_which_nothing_is_assumed() -> None:
+def test_configured_other_processor_has_no_assumed_features() -> None:
     program = "from engine.kernels.cpu.compiling import TARGET; print(TARGET)"
     printed = subprocess.run(
         [sys.executable, "-c", program],

@@ -65,7 +65,7 @@ def normal(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_exact_but_for_rounding(
+def test_products_differ_only_by_rounding(
     shape: tuple[int, int], has_bias: bool, make: Make
 ) -> None:
     weight = normal(*shape) * shape[1] ** -0.5
@@ -81,7 +81,7 @@ def test_products_are_exact_but_for_rounding(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_has_the_same_bits_among_any_number(threads: int, make: Make) -> None:
+def test_row_has_same_bits_in_batch_of_any_size(threads: int, make: Make) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_among_any_number(threads: int, make: Make) -> N
     ("kind", "faster_rows"), [("amx", 32), ("amd-avx512-bf16", 1000), ("avx512", 0)]
 )
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_the_kernel_computes_as_many_rows_as_it_was_measured_to_be_faster_for(
+def test_kernel_is_used_up_to_measured_number_of_rows(
     kind: str, faster_rows: int, by_rows: bool, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all of them if rows must be computed independently."""
@@ -118,4 +118,4 @@ def test_the_kernel_computes_as_many_rows_as_it_was_measured_to_be_faster_for(
         linear.add_to(normal(rows, 64), normal(rows, 64))
     most = 1000 if by_rows else faster_rows
     assert called == [rows for rows in (1, 32, 33, 400) for _ in range(2) if rows <= most]
-    assert linear.is_by_rows is (most == 1000)
+    assert linear.is_row_independent is (most == 1000)

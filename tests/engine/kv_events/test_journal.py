@@ -82,7 +82,7 @@ class Cache:
         self.log.flush()
 
 
-def test_a_sequence_is_one_event_with_its_tokens_and_names_that_others_can_compute() -> None:
+def test_sequence_is_one_event_with_tokens_and_computable_names() -> None:
     cache = Cache(8)
     cache.compute(list(range(10)))
     first = block_digest(ROOT_DIGEST, [0, 1, 2, 3])
@@ -97,7 +97,7 @@ def test_a_sequence_is_one_event_with_its_tokens_and_names_that_others_can_compu
     ]
 
 
-def test_blocks_of_a_salt_say_what_their_names_begin_with() -> None:
+def test_blocks_with_salt_report_root_of_their_names() -> None:
     cache = Cache(8)
     root = bytes(range(len(ROOT_DIGEST)))
     cache.compute(list(range(8)), root)
@@ -106,7 +106,7 @@ def test_blocks_of_a_salt_say_what_their_names_begin_with() -> None:
     assert event.extra_keys == [[root.hex()], [root.hex()]]
 
 
-def test_blocks_of_images_say_what_follows_the_tokens_in_their_names() -> None:
+def test_blocks_with_images_report_extra_keys_of_their_names() -> None:
     cache = Cache(8)
     image = EncoderInput(2, 4, b"i" * 16, 2, 2, b"")
     cache.compute(list(range(12)), images=[image])
@@ -122,7 +122,7 @@ def test_blocks_of_images_say_what_follows_the_tokens_in_their_names() -> None:
     assert text.extra_keys is None
 
 
-def test_what_is_overwritten_is_removed_and_a_reset_clears_all() -> None:
+def test_overwritten_blocks_are_removed_and_reset_clears_all() -> None:
     cache = Cache(2)
     cache.compute(list(range(8)))
     cache.compute(list(range(100, 108)))
@@ -134,7 +134,7 @@ def test_what_is_overwritten_is_removed_and_a_reset_clears_all() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
 @given(sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), max_size=20))
-def test_a_subscriber_knows_exactly_what_can_be_found(
+def test_subscriber_knows_exactly_the_cached_blocks(
     windows: tuple[int | None, ...], sequences: list[list[int]]
 ) -> None:
     cache, index = Cache(10, CacheShape(SIZE, windows, 16)), Index()
@@ -154,7 +154,7 @@ def stored(digest: bytes, parent: bytes | None = None) -> BlockStored:
     return BlockStored([digest], parent, [1] * SIZE, SIZE, None, "CPU", None, None, 0)
 
 
-def test_batches_are_numbered_and_can_be_had_again() -> None:
+def test_batches_are_numbered_and_can_be_replayed() -> None:
     journal = Journal(3, 10)
     batches = [journal.add([stored(bytes([n]))], n) for n in range(4)]
     assert [number for number, _ in batches] == [0, 1, 2, 3]
@@ -177,6 +177,6 @@ def test_a_replay_of_dropped_batches_returns_all_blocks_in_one_batch(start: int)
     ]  # fmt: skip
 
 
-def test_there_is_nothing_before_the_first_batch() -> None:
+def test_nothing_is_replayed_before_the_first_batch() -> None:
     assert Journal(0, 2).replay(SNAPSHOT, 0) == []
     assert Journal(0, 2).replay(0, 0) == []

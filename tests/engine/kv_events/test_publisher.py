@@ -45,7 +45,7 @@ def connected(
         yield socket
 
 
-def test_a_subscriber_gets_batches_and_asks_for_those_it_missed(
+def test_subscriber_gets_batches_and_replays_missed_ones(
     context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: object
 ) -> None:
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
@@ -105,7 +105,7 @@ def test_tcp_needs_the_cluster_key_since_events_contain_prompts(
         KvEventPublisher(settings, 0, Transport(ClusterConfig(), context))
 
 
-def test_a_port_that_is_taken_is_named(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def test_port_in_use_is_named(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     with context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         settings = KvEventSettings(endpoint=f"tcp://127.0.0.1:{port - 2}")
@@ -147,14 +147,14 @@ def test_wrong_settings_are_refused_by_name(text: str, reason: str) -> None:
         read_settings(text)
 
 
-def test_events_may_be_off() -> None:
+def test_events_can_be_disabled() -> None:
     assert read_settings(None) is None
     assert read_settings('{"enable_kv_cache_events": false}') is None
     assert read_settings('{"publisher": "null"}') is None
     assert read_settings("{}") == KvEventSettings()
 
 
-def test_engines_without_a_prefix_cache_have_none() -> None:
+def test_engines_without_prefix_cache_publish_no_events() -> None:
     config = EngineConfig(cache=CacheConfig(kv_events_config="{}"))
     check_events(config, pools=False)
     with pytest.raises(BadKvEvents, match="generates"):

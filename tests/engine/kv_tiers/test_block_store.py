@@ -29,7 +29,7 @@ def files(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file()]
 
 
-def test_what_was_written_is_read_also_by_a_later_one(store: BlockStore, root: Path) -> None:
+def test_written_blocks_are_read_by_later_store(store: BlockStore, root: Path) -> None:
     assert store.read(KEY) is None
     assert store.write(KEY, CONTENT)
     assert not store.write(KEY, CONTENT)
@@ -39,7 +39,7 @@ def test_what_was_written_is_read_also_by_a_later_one(store: BlockStore, root: P
     later.close()
 
 
-def test_blocks_of_another_model_are_not_there(store: BlockStore) -> None:
+def test_blocks_of_other_model_are_not_found(store: BlockStore) -> None:
     store.write(KEY, CONTENT)
     assert store.read(b"n" * MODEL_SIZE + KEY[MODEL_SIZE:]) is None
 
@@ -59,7 +59,7 @@ def test_a_damaged_file_is_removed(damage: object, store: BlockStore, root: Path
     assert store.write(KEY, CONTENT)
 
 
-def test_the_content_of_one_block_is_not_taken_for_another(store: BlockStore, root: Path) -> None:
+def test_content_of_other_block_is_rejected(store: BlockStore, root: Path) -> None:
     store.write(KEY, CONTENT)
     (path,) = files(root)
     store.write(OTHER, CONTENT[::-1])
@@ -117,7 +117,7 @@ def test_a_directory_of_others_is_refused(root: Path) -> None:
         BlockStore(root, 1 << 20, outlives_users=True)
 
 
-def test_everything_of_a_model_can_be_removed(store: BlockStore) -> None:
+def test_all_blocks_of_a_model_can_be_removed(store: BlockStore) -> None:
     store.write(KEY, CONTENT)
     store.clear(MODEL)
     assert store.read(KEY) is None

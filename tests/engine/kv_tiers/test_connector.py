@@ -89,9 +89,7 @@ def answer(model: Path, prompt: list[int], config: dict[str, Any] | None) -> tup
     return found, stats.counters
 
 
-def test_an_engine_reads_what_another_has_stored_there(
-    checkpoint: SaveModel, prompt: MakePrompt
-) -> None:
+def test_engine_reads_blocks_stored_by_another(checkpoint: SaveModel, prompt: MakePrompt) -> None:
     model = checkpoint("llama").directory
     expected, _ = answer(model, prompt(60), None)
     first, counters = answer(model, prompt(60), toy_of("one"))
@@ -102,7 +100,7 @@ def test_an_engine_reads_what_another_has_stored_there(
 
 
 @pytest.mark.parametrize("does", ["damage", "fail"])
-def test_what_a_connector_does_wrong_costs_computing_alone(
+def test_faulty_connector_only_costs_recomputation(
     does: str, checkpoint: SaveModel, prompt: MakePrompt
 ) -> None:
     model = checkpoint("llama").directory
@@ -113,13 +111,15 @@ def test_what_a_connector_does_wrong_costs_computing_alone(
     assert counters.kv_tier_hits == 0
 
 
-def test_one_that_cannot_be_opened_is_named(checkpoint: SaveModel, prompt: MakePrompt) -> None:
+def test_connector_that_cannot_be_opened_is_named(
+    checkpoint: SaveModel, prompt: MakePrompt
+) -> None:
     config = toy_of("one") | {"kv_connector_extra_config": {}}
     with pytest.raises(BadPlugin, match=r"kv_connector toy.*KeyError"):
         answer(checkpoint("llama").directory, prompt(9), config)
 
 
-def test_one_that_lacks_a_method_is_named(checkpoint: SaveModel, prompt: MakePrompt) -> None:
+def test_connector_without_a_method_is_named(checkpoint: SaveModel, prompt: MakePrompt) -> None:
     with pytest.raises(BadPlugin, match=r"kv_connector half.*KvConnector"):
         answer(checkpoint("llama").directory, prompt(9), toy_of("one") | {"kv_connector": "half"})
 
@@ -128,7 +128,7 @@ def read(config: dict[str, Any]) -> Transfer | None:
     return read_transfer(CacheConfig(kv_transfer_config=json.dumps(config)), 0)
 
 
-def test_connectors_of_plugins_and_transfers_go_together() -> None:
+def test_plugin_connectors_and_transfers_can_be_combined() -> None:
     own = {"kv_connector": "SwellConnector", "kv_role": "kv_consumer", "kv_buffer_size": 9}
     toys = tuple(Connector("toy", {"shelf": each, "does": ""}) for each in "ab")
     assert read(chain(toy_of("a"), own, toy_of("b"))) == Transfer("decode", 9, toys)
@@ -148,6 +148,6 @@ def test_connectors_of_plugins_and_transfers_go_together() -> None:
         (chain(toy_of("a")) | {"kv_connector_extra_config": {}}, "connectors"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+def test_contradictory_config_is_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(BadKvTransfer, match=f"--kv-transfer-config: .*{named}"):
         read(config)

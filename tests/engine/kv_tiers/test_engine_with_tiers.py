@@ -49,7 +49,7 @@ def answers(
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
 )
-def test_a_restarted_engine_reads_prefixes_and_says_the_same(
+def test_restarted_engine_reads_prefixes_and_gives_same_answers(
     policy: str,
     name: str,
     options: dict[str, Any],
@@ -72,7 +72,7 @@ def test_a_restarted_engine_reads_prefixes_and_says_the_same(
     assert stored.kv_tier_errors == read.kv_tier_errors == 0
 
 
-def test_memory_is_shared_by_engines_and_given_back(
+def test_shared_memory_is_used_by_engines_and_released(
     checkpoint: SaveModel, prompt: MakePrompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.kv_tiers.opening.MEMORY_TIERS", tmp_path)
@@ -95,7 +95,7 @@ def test_damaged_blocks_are_computed_again(
     assert counters.kv_tier_hits == 0
 
 
-def test_another_model_does_not_read_them(
+def test_other_model_does_not_read_blocks(
     checkpoint: SaveModel, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     prompts, tiers = [prompt(80)], {"kv_disk_tier_dir": str(tmp_path / "tier")}
@@ -113,7 +113,7 @@ def test_another_model_does_not_read_them(
         ({"executor": ExecutorConfig(executor="simulated")}, "--executor simulated"),
     ],
 )
-def test_what_tiers_do_not_work_with_is_refused_by_name(
+def test_settings_incompatible_with_tiers_are_refused_by_name(
     changed: dict[str, Any], reason: str
 ) -> None:
     config = EngineConfig(cache=CacheConfig(kv_disk_tier_dir="/x"))

@@ -151,7 +151,7 @@ def test_a_store_that_hangs_holds_a_request_for_a_bounded_time(
     assert not fetch.blocks, "what comes late is not taken"
 
 
-def test_more_than_can_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_writes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES", 250)
     store = Store()
     tiers = tiers_of(store)
@@ -164,7 +164,7 @@ def test_more_than_can_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
     assert len(store.blocks) == 3
 
 
-def test_contents_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unclaimed_contents_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FETCHED_BYTES", 250)
     store = Store()
     store.blocks = {b"\0" + bytes([n]): bytes(100) for n in range(9)}
@@ -216,7 +216,7 @@ def pulling(tiers: KvTiers) -> Fetch:
     return fetch
 
 
-def test_blocks_of_another_engine_settle_a_fetch_without_the_stores() -> None:
+def test_blocks_of_other_engine_complete_a_fetch_without_stores() -> None:
     peers = PlayedPeers()
     tiers = tiers_of(Store(), peers=peers)
     fetch = pulling(tiers)
@@ -230,7 +230,7 @@ def test_blocks_of_another_engine_settle_a_fetch_without_the_stores() -> None:
     tiers.shutdown()
 
 
-def test_what_another_engine_has_not_is_read_from_the_stores() -> None:
+def test_blocks_missing_on_other_engine_are_read_from_stores() -> None:
     peers, store = PlayedPeers(), Store()
     tiers = tiers_of(store, peers=peers)
     for block, name in enumerate(NAMES):
@@ -246,7 +246,7 @@ def test_what_another_engine_has_not_is_read_from_the_stores() -> None:
     tiers.shutdown()
 
 
-def test_without_stores_a_fetch_is_settled_with_what_has_come() -> None:
+def test_fetch_without_stores_completes_with_received_blocks() -> None:
     peers = PlayedPeers()
     tiers = tiers_of(peers=peers)
     assert not tiers.can_fetch(None)
@@ -259,7 +259,7 @@ def test_without_stores_a_fetch_is_settled_with_what_has_come() -> None:
     tiers.shutdown()
 
 
-def test_a_fetch_that_was_discarded_takes_nothing_more() -> None:
+def test_discarded_fetch_accepts_no_more_blocks() -> None:
     peers = PlayedPeers()
     tiers = tiers_of(Store(), peers=peers)
     fetch = pulling(tiers)
@@ -271,7 +271,7 @@ def test_a_fetch_that_was_discarded_takes_nothing_more() -> None:
     tiers.shutdown()
 
 
-def test_memory_for_what_has_come_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_received_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FETCHED_BYTES", 10)
     peers = PlayedPeers()
     tiers = tiers_of(peers=peers)

@@ -161,9 +161,7 @@ def test_salts_and_adapters_are_distinguished(
         assert decode.counters.kv_transfer_hits == 88 * count, "they are nobody else's"
 
 
-def test_blocks_of_a_model_that_is_cut_otherwise_are_not_read(
-    llama: Expected, start: Start
-) -> None:
+def test_blocks_of_differently_sharded_model_are_not_read(llama: Expected, start: Start) -> None:
     directory, message, expected = llama
     cut, whole = start(directory, shards=2), start(directory)
     assert whole.answer(message, kv_source=cut.prefill(message)) == expected
@@ -171,7 +169,7 @@ def test_blocks_of_a_model_that_is_cut_otherwise_are_not_read(
     assert whole.counters.kv_transfer_failures == 1
 
 
-def test_another_process_in_its_place_offers_nothing_of_it(llama: Expected, start: Start) -> None:
+def test_successor_process_offers_no_blocks_of_predecessor(llama: Expected, start: Start) -> None:
     directory, message, expected = llama
     prefill, decode = start(directory), start(directory)
     prefill.prefill(message)
@@ -193,7 +191,7 @@ def test_blocks_of_another_model_or_cache_are_not_read(
     assert decode.counters.kv_transfer_hits == 0
 
 
-def test_a_dead_peer_costs_nothing_but_computing(llama: Expected, start: Start) -> None:
+def test_dead_peer_only_costs_recomputation(llama: Expected, start: Start) -> None:
     directory, message, expected = llama
     prefill, decode = start(directory), start(directory)
     source = prefill.prefill(message)
@@ -202,7 +200,9 @@ def test_a_dead_peer_costs_nothing_but_computing(llama: Expected, start: Start) 
     assert decode.counters.kv_transfer_failures == 1
 
 
-def test_what_had_no_room_is_computed_after_what_had(llama: Expected, start: Start) -> None:
+def test_blocks_without_room_are_computed_after_the_fetched_ones(
+    llama: Expected, start: Start
+) -> None:
     directory, message, expected = llama
     decode = start(directory)
     small = {"kv_transfer_bytes": 4 * len(decode._executor.read_block(0))}
@@ -212,7 +212,7 @@ def test_what_had_no_room_is_computed_after_what_had(llama: Expected, start: Sta
     assert decode.counters.kv_transfer_failures == 1
 
 
-def test_blocks_are_pulled_through_encrypted_sockets_by_nobody_without_the_key(
+def test_encrypted_pull_needs_the_key(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
@@ -245,7 +245,7 @@ def test_blocks_are_pulled_through_encrypted_sockets_by_nobody_without_the_key(
     assert decode.counters.kv_transfer_hits == 88
 
 
-def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
+def test_request_aborted_during_transfer_leaves_nothing(
     checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)
@@ -266,7 +266,7 @@ def test_a_request_that_is_dropped_while_its_blocks_travel_leaves_nothing(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_tier_has_what_a_dead_peer_has_not(
+def test_tier_supplies_blocks_missing_on_dead_peer(
     shards: int, checkpoint: SaveModel, prompt: MakePrompt, start: Start, tmp_path: Path
 ) -> None:
     directory, message = checkpoint("llama").directory, request(1, prompt(90), temperature=0.0)

@@ -19,7 +19,7 @@ def pull_of(count: int, *, now: float = 0.0) -> Pull:
     return Pull(NAMES[:count], window=WINDOW, patience=PATIENCE, deadline=now + DEADLINE)
 
 
-def test_blocks_are_asked_for_ahead_and_in_their_order() -> None:
+def test_blocks_are_requested_ahead_and_in_order() -> None:
     pull = pull_of(10)
     assert pull.next_names(0.0) == NAMES[:4]
     assert not pull.next_names(0.0)
@@ -34,7 +34,7 @@ def test_blocks_are_asked_for_ahead_and_in_their_order() -> None:
     assert not pull.is_given_up
 
 
-def test_a_peer_that_says_nothing_is_given_up_and_one_that_was_not_asked_is_not() -> None:
+def test_silent_peer_is_given_up_only_after_a_request() -> None:
     pull, waiting = pull_of(10), pull_of(10)
     pull.next_names(5.0)
     for each in (pull, waiting):
@@ -45,7 +45,7 @@ def test_a_peer_that_says_nothing_is_given_up_and_one_that_was_not_asked_is_not(
     assert waiting.is_given_up
 
 
-def test_an_offer_is_for_as_many_readers_as_it_was_made() -> None:
+def test_offer_ends_after_its_number_of_readers() -> None:
     offers = Offers(MAX_BYTES, SECONDS)
     assert not offers.renew(b"a", 0.0)
     assert offers.put(b"a", b"content", 0.0)
@@ -54,7 +54,7 @@ def test_an_offer_is_for_as_many_readers_as_it_was_made() -> None:
     assert offers.num_bytes == 0
 
 
-def test_what_nobody_reads_is_forgotten_and_the_beginning_of_a_prompt_stays() -> None:
+def test_unread_offers_expire_and_prompt_prefix_stays() -> None:
     offers = Offers(MAX_BYTES, SECONDS)
     taken = [offers.put(pack(name), bytes(300), n) for n, name in enumerate(NAMES)]
     assert taken == [True] * 3 + [False] * 9
@@ -65,7 +65,7 @@ def test_what_nobody_reads_is_forgotten_and_the_beginning_of_a_prompt_stays() ->
     assert offers.num_bytes == 0
 
 
-def test_what_many_prompts_begin_with_makes_room_and_nothing_else_does() -> None:
+def test_only_shared_prefixes_are_evicted_for_new_offers() -> None:
     offers = Offers(MAX_BYTES, SECONDS)
     for key in (b"a", b"b", b"c"):
         assert offers.put(key, bytes(300), 0.0)
@@ -181,7 +181,7 @@ class TwoEngines(RuleBasedStateMachine):
     # -- what always holds -------------------------------------------------------------------
 
     @invariant()
-    def what_has_come_is_a_true_beginning(self) -> None:
+    def received_blocks_are_a_correct_prefix(self) -> None:
         for number, (pull, count, _) in self.pulls.items():
             expected = [self.true(name) for name in NAMES[:count]]
             assert self.got[number] == expected[: pull.num_received]
@@ -199,7 +199,7 @@ class TwoEngines(RuleBasedStateMachine):
             assert pull.is_over or self.now < pull.ends_at <= self.now + DEADLINE
 
     @invariant()
-    def no_more_than_a_window_is_on_its_way(self) -> None:
+    def requests_in_flight_are_within_window(self) -> None:
         for number, (pull, _, _) in self.pulls.items():
             on_its_way = sum(each[0] == number for each in (*self.questions, *self.answers))
             assert pull.is_over or on_its_way <= WINDOW
@@ -209,7 +209,7 @@ TestTwoEngines = TwoEngines.TestCase
 
 
 @given(st.integers(1, 12), st.integers(1, 6))
-def test_without_trouble_everything_comes(count: int, window: int) -> None:
+def test_all_blocks_are_received_without_failures(count: int, window: int) -> None:
     pull = Pull(NAMES[:count], window=window, patience=PATIENCE, deadline=DEADLINE)
     link: deque[BlockName] = deque()
     while not pull.is_over:

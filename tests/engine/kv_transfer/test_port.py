@@ -102,7 +102,7 @@ def test_all_blocks_arrive_in_order_and_are_then_dropped(ports: Ports) -> None:
     assert giving._offers.num_bytes == 0
 
 
-def test_many_pulls_at_once_all_end_and_none_gets_what_another_asked_for(ports: Ports) -> None:
+def test_concurrent_pulls_complete_without_mixing(ports: Ports) -> None:
     giving, taking = ports.open(1), ports.open(2)
     shares = [NAMES[n::10] for n in range(10)]
     for share in shares:
@@ -123,7 +123,7 @@ def test_a_consumer_that_stops_early_gets_no_more_blocks(ports: Ports) -> None:
     assert (len(pulled.blocks), pulled.has_all) == (3, False)
 
 
-def test_a_port_that_has_ended_has_nothing(ports: Ports) -> None:
+def test_closed_port_has_no_blocks(ports: Ports) -> None:
     taking = ports.open(2)
     silent = ports.context.socket(zmq.ROUTER)
     silent.bind(ports.source(1).address)
@@ -152,9 +152,7 @@ def test_no_pull_waits_for_a_thread_that_has_failed(
     assert pulled.is_over.wait(PATIENCE)
 
 
-def test_offers_without_readers_are_forgotten(
-    ports: Ports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offers_without_readers_expire(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OFFER_SECONDS", 0.1)
     giving = ports.open(1)
     offer(giving, NAMES)
@@ -162,13 +160,13 @@ def test_offers_without_readers_are_forgotten(
     assert ports.counters[1].kv_transfer_dropped_blocks == len(NAMES)
 
 
-def test_nobody_there_is_known_at_once(ports: Ports) -> None:
+def test_absent_peer_is_detected_immediately(ports: Ports) -> None:
     pulled = ports.pull(ports.open(2), ports.source(1), NAMES)
     assert pulled.is_over.wait(PATIENCE)
     assert not pulled.has_all
 
 
-def test_a_silent_peer_is_given_up_and_what_it_says_later_is_not_heard(
+def test_silent_peer_is_given_up_and_its_late_blocks_are_ignored(
     ports: Ports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.2)
@@ -187,7 +185,7 @@ def test_a_silent_peer_is_given_up_and_what_it_says_later_is_not_heard(
     assert ports.counters[2].kv_transfer_failures == 2
 
 
-def test_a_peer_that_dies_in_the_middle_is_known_at_once(ports: Ports) -> None:
+def test_peer_dying_during_transfer_is_detected_immediately(ports: Ports) -> None:
     dying = ports.context.socket(zmq.ROUTER)
     dying.bind(ports.source(1).address)
     pulled = ports.pull(ports.open(2), ports.source(1), NAMES)
@@ -208,7 +206,7 @@ def answers(wanted: BlocksWanted, peer: bytes, send: Callable[[list[bytes]], obj
 
 
 @pytest.mark.parametrize("fault", ["damaged", "another block", "too short", "of another model"])
-def test_wrong_content_is_not_taken_nor_is_anything_after_it(ports: Ports, fault: str) -> None:
+def test_corrupt_content_and_all_after_it_are_rejected(ports: Ports, fault: str) -> None:
     lying = ports.context.socket(zmq.ROUTER)
     lying.bind(ports.source(1).address)
     pulled = ports.pull(ports.open(2), ports.source(1), NAMES)
@@ -237,7 +235,7 @@ def test_wrong_content_is_not_taken_nor_is_anything_after_it(ports: Ports, fault
     lying.close(linger=0)
 
 
-def test_strangers_that_send_nonsense_disturb_nobody(ports: Ports) -> None:
+def test_malformed_messages_from_strangers_are_harmless(ports: Ports) -> None:
     giving, taking = ports.open(1), ports.open(2)
     offer(giving, NAMES)
     stranger = ports.context.socket(zmq.DEALER)

@@ -24,7 +24,7 @@ def read(rank: int = 0, **settings: Any) -> Transfer | None:
     return read_transfer(CacheConfig(**settings), rank)
 
 
-def test_without_a_role_nothing_is_handed_on() -> None:
+def test_no_transfer_without_a_role() -> None:
     assert read() is None
 
 
@@ -38,7 +38,7 @@ def test_a_role_is_given_to_all_engines_or_by_rank() -> None:
     ("theirs", "ours"),
     [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
 )
-def test_keys_of_vllm_mean_the_same(theirs: str, ours: Role) -> None:
+def test_vllm_keys_have_the_same_meaning(theirs: str, ours: Role) -> None:
     config = {"kv_connector": "SwellConnector", "kv_role": theirs, "kv_buffer_size": 5e6}
     assert read(kv_transfer_config=json.dumps(config)) == Transfer(ours, 5_000_000)
 
@@ -55,13 +55,13 @@ def test_keys_of_vllm_mean_the_same(theirs: str, ours: Role) -> None:
         ({"kv_buffer_size": 0}, "kv_buffer_size"),
     ],
 )
-def test_what_it_cannot_mean_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+def test_unsupported_vllm_config_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     config = {"kv_role": "kv_both"} | changed
     with pytest.raises(BadKvTransfer, match=f"--kv-transfer-config: .*{named}"):
         read(kv_transfer_config=json.dumps(config))
 
 
-def test_two_ways_to_say_it_are_refused() -> None:
+def test_role_specified_twice_is_refused() -> None:
     with pytest.raises(BadKvTransfer, match="give only one"):
         read(kv_role="both", prefill_engines=1)
 
@@ -75,7 +75,7 @@ def test_two_ways_to_say_it_are_refused() -> None:
         ({"executor": ExecutorConfig(executor="simulated")}, "--executor simulated"),
     ],
 )
-def test_what_it_does_not_work_with_is_refused_by_name(
+def test_settings_incompatible_with_kv_transfer_are_refused_by_name(
     changed: dict[str, Any], reason: str
 ) -> None:
     config = EngineConfig(cache=CacheConfig(kv_role="prefill"))
@@ -91,7 +91,7 @@ def test_what_it_does_not_work_with_is_refused_by_name(
     [{"kv_role": "both"}, {"prefill_engines": 1}, {"kv_transfer_config": "{}"}],
     ids=lambda each: next(iter(each)),
 )
-def test_vllm_engines_refuse_it_by_name(settings: dict[str, Any]) -> None:
+def test_vllm_engines_refuse_kv_transfer_by_name(settings: dict[str, Any]) -> None:
     [name] = settings
     with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
         check_settings(EngineConfig(cache=CacheConfig(**settings)))

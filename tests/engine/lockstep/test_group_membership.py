@@ -46,7 +46,7 @@ def test_repeated_and_older_orders_change_nothing(membership: GroupMembership) -
         assert membership.status.state == "joined"
 
 
-def test_an_order_with_an_address_that_comes_too_early_is_prepared_for_first(
+def test_early_order_with_address_is_prepared_for_first(
     membership: GroupMembership,
 ) -> None:
     assert membership.ordered(FormGroup(1, [PEER, ME], THERE)) == GroupAssignment(1, 1, 2)
@@ -61,7 +61,7 @@ def test_a_newer_order_ends_a_group(membership: GroupMembership) -> None:
 
 
 @pytest.mark.parametrize("members", [[PEER], [PEER, STRANGER]])
-def test_a_group_without_this_process_leaves_it_apart(
+def test_process_outside_new_group_stays_apart(
     membership: GroupMembership, members: list[GroupMember]
 ) -> None:
     join(membership)

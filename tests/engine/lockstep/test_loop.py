@@ -353,9 +353,7 @@ def test_a_dummy_batch_is_a_step_of_all_engines() -> None:
     [("level", False), ("level", True), ("none", False), ("balance", False), ("cadence", False)],
 )
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_are_the_same_whatever_happens_to_the_group(
-    overlap: bool, policy: str, whole: bool
-) -> None:
+def test_group_changes_do_not_change_tokens(overlap: bool, policy: str, whole: bool) -> None:
     expected = served(0, overlap=False, policy=policy, disturbed=False)
     assert sum(map(len, expected.values())) == sum(
         request(id).sampling.max_tokens for id in expected

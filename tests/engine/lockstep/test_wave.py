@@ -77,7 +77,7 @@ def test_a_row_travels_as_integers() -> None:
 
 
 @pytest.mark.parametrize("name", ["topology", "tag", "step"])
-def test_ranks_at_different_points_are_an_error_that_names_both(name: str) -> None:
+def test_ranks_in_different_states_are_an_error_naming_both(name: str) -> None:
     wave = EngineWave(rank=0, incarnation=1)
     own = asked(wave)
     with pytest.raises(LockstepError, match=rf"rank 0 is at {name} 0 but rank 1 at 5"):
@@ -94,7 +94,7 @@ def test_ranks_at_different_points_are_an_error_that_names_both(name: str) -> No
         ([row(hold_epoch=3), row(hold_epoch=2)], Phase.HELD),
     ],
 )
-def test_what_a_group_does_follows_from_its_rows(rows: list[GatherRow], phase: Phase) -> None:
+def test_group_decision_follows_from_gathered_rows(rows: list[GatherRow], phase: Phase) -> None:
     assert judge(rows).phase is phase
     assert judge(rows[::-1]) == judge(rows), "whoever says it"
 
@@ -116,13 +116,13 @@ def test_a_new_group_with_requests_runs_at_once() -> None:
     assert wave.take_reports() == [StartWave(1, 7, 0)]
 
 
-def test_a_paused_engine_parks_and_says_nothing() -> None:
+def test_paused_engine_parks_without_reports() -> None:
     wave = paused()
     assert wave.next_action(False, IDLE) == Park()
     assert wave.take_reports() == []
 
 
-def test_a_welcome_of_a_restarted_coordinator_moves_the_clock_and_starts_nothing() -> None:
+def test_welcome_of_restarted_coordinator_advances_wave_without_starting() -> None:
     wave = paused()
     wave.welcomed(9)
     wave.welcomed(2)
@@ -150,7 +150,7 @@ def test_the_excluded_engine_waits_for_its_request() -> None:
     assert wave.next_action(False, IDLE) == Park()
 
 
-def test_an_engine_that_nobody_joins_asks_again() -> None:
+def test_engine_without_peers_repeats_its_request() -> None:
     wave = running(rank=1)
     wave.tick(10.0)
     wave.tick(10.0 + START_REPEAT_INTERVAL / 2)
@@ -175,7 +175,7 @@ def test_a_step_carries_the_loads_of_all_ranks() -> None:
     assert action.loads == (BUSY, IDLE)
 
 
-def test_with_an_interval_steps_between_gathers_carry_no_loads() -> None:
+def test_steps_between_gathers_carry_no_loads() -> None:
     wave = running(gather_interval=3)
     gather(wave, has_work=True)
     for number in range(3):
@@ -202,7 +202,7 @@ def test_every_collective_has_its_own_tag() -> None:
 # -- stopping ------------------------------------------------------------------------------------
 
 
-def test_a_larger_wave_is_taken_over_while_running_and_said() -> None:
+def test_larger_wave_is_adopted_and_reported_while_running() -> None:
     wave = running(rank=1)
     gather(wave, has_work=True, wave=40)
     assert wave.wave == 40
@@ -215,7 +215,7 @@ def test_a_larger_wave_is_taken_over_while_running_and_said() -> None:
 # -- groups that are lost --------------------------------------------------------------------------
 
 
-def test_a_step_that_was_given_up_is_followed_by_the_forming_of_a_new_group() -> None:
+def test_new_group_forms_after_abandoned_step() -> None:
     wave = running(rank=1)
     wave.group_lost()
     assert wave.next_action(True, BUSY) == Park()
@@ -251,7 +251,7 @@ def overlapped(rank: int = 0) -> EngineWave:
     return wave
 
 
-def test_a_step_is_gathered_for_and_launched_while_one_runs() -> None:
+def test_next_step_is_gathered_and_launched_during_running_step() -> None:
     wave = overlapped()
     done: list[str] = []
     for _ in range(8):

@@ -82,7 +82,7 @@ def test_a_model_in_several_processes_computes_each_row_with_its_adapter(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_draft_head_is_without_adapters(
+def test_draft_heads_use_no_adapters(
     shards: int, checkpoint: Any, trained: Any, prompt: Any, processes: Any, tmp_path: Path
 ) -> None:
     model = checkpoint("llama-deep")
@@ -100,7 +100,7 @@ def test_a_draft_head_is_without_adapters(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_engines_that_share_experts_have_adapters_of_attention(
+def test_engines_that_share_experts_support_attention_adapters(
     checkpoint: Any, trained: Any, prompt: Any, shards: int
 ) -> None:
     adapter = trained("mixtral", 7, target_modules=["q_proj", "v_proj", "o_proj", "gate"], r=3)
@@ -242,7 +242,7 @@ def alone(root: Path) -> Any:
     ],
     ids=str,
 )
-def test_all_ways_through_an_engine_keep_the_adapter(
+def test_adapter_is_kept_on_all_paths_through_an_engine(
     settings: dict[str, Any], serve: Any, alone: Any
 ) -> None:
     requests, expected = alone
@@ -254,7 +254,7 @@ def test_all_ways_through_an_engine_keep_the_adapter(
     assert bool(counters.spec_accepted_tokens) >= ("speculative_model" in settings)
 
 
-def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
+def test_grammars_work_with_adapters(serve: Any, prompt: Any) -> None:
     engine = serve()
     grammar = RegexGrammar("(ab|cd){3}")
     message = request(1, prompt(20), max_tokens=30, grammar=grammar, ignore_eos=False)
@@ -263,7 +263,7 @@ def test_a_grammar_holds_with_an_adapter(serve: Any, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "qwen2.5-vl", "gemma3-vision"])
-def test_prompts_with_images_have_adapters_in_several_processes(
+def test_image_prompts_use_adapters_in_several_processes(
     name: str, checkpoint: Any, trained: Any
 ) -> None:
     model, adapter = checkpoint(name), trained(name, target_modules=TEXT_OF_SEEING_MODELS)

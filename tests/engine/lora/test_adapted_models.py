@@ -97,7 +97,7 @@ def test_adapters_of_vision_encoders_are_refused(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_of_a_mixed_batch_equal_the_merged_models(
+def test_rows_of_mixed_batch_equal_merged_models(
     name: str, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint(name)
@@ -115,7 +115,7 @@ def test_rows_of_a_mixed_batch_equal_the_merged_models(
         first += length
 
 
-def test_adapters_change_what_is_kept_in_8_bits_too(
+def test_adapters_apply_to_8_bit_weights(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model, adapter = checkpoint("llama"), trained("llama")
@@ -129,7 +129,7 @@ def test_adapters_change_what_is_kept_in_8_bits_too(
     assert TOLERANCE < adapted < 0.5 * plain
 
 
-def test_generated_tokens_are_those_of_each_rows_model(
+def test_generated_tokens_equal_those_of_each_rows_model(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model, one, two = checkpoint("llama"), trained("llama"), trained("llama", 2, r=8)
@@ -143,7 +143,7 @@ def test_generated_tokens_are_those_of_each_rows_model(
         assert generated == reference.greedy(prompt(30), 21, generated)
 
 
-def test_embeddings_and_head_have_adapters_too(
+def test_adapters_apply_to_embeddings_and_head(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     for name in ("llama", "granite", "cohere"):
@@ -173,7 +173,7 @@ def test_embeddings_and_head_have_adapters_too(
         {"alpha_pattern": {"self_attn.v_proj": 1, "layers.0.mlp.gate_proj": 30}},
     ],
 )
-def test_targets_and_patterns_are_those_of_peft(
+def test_targets_and_patterns_match_like_peft(
     config: dict[str, Any], checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     adapter = trained("llama", 5, **config)
@@ -201,7 +201,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_experts_and_routers_have_adapters(
+def test_adapters_apply_to_experts_and_routers(
     name: str, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint(name)
@@ -216,7 +216,7 @@ def test_experts_and_routers_have_adapters(
     assert (logits - torch.cat(expected)).abs().max() < TOLERANCE
 
 
-def test_single_experts_have_adapters_as_older_libraries_write_them(
+def test_adapters_of_single_experts_are_read(
     checkpoint: Any, driver: Any, prompt: Any, tmp_path: Path
 ) -> None:
     for name, names, router in (
@@ -253,7 +253,7 @@ def test_single_experts_have_adapters_as_older_libraries_write_them(
         assert (engine.logits({0: 40}) - expected).abs().max() < TOLERANCE
 
 
-def test_a_slot_that_is_filled_again_has_nothing_of_the_adapter_before(
+def test_reused_slot_has_no_traces_of_previous_adapter(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint("llama")
@@ -285,7 +285,7 @@ def test_many_rows_are_gathered_by_slot_with_the_same_result(
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_batch_invariant_rows_do_not_depend_on_others_or_on_the_slot(
+def test_batch_invariant_rows_do_not_depend_on_batch_or_slot(
     name: str, checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model = checkpoint(name)
@@ -300,7 +300,7 @@ def test_batch_invariant_rows_do_not_depend_on_others_or_on_the_slot(
     assert torch.equal(mixed.logits({3: 30, 1: 21, 2: 5})[30:51], expected)
 
 
-def test_a_quantized_base_keeps_adapters_as_they_are(
+def test_quantized_base_does_not_quantize_adapters(
     checkpoint: Any, trained: Any, driver: Any, prompt: Any
 ) -> None:
     model, adapter = checkpoint("llama"), trained("llama")
@@ -313,7 +313,7 @@ def test_a_quantized_base_keeps_adapters_as_they_are(
     assert error.abs().mean() < 0.2 * change.abs().mean()
 
 
-def test_the_bundled_model_has_adapters(
+def test_bundled_model_supports_adapters(
     driver: Any, prompt: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     bundled: Any = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype="float32")
@@ -334,7 +334,7 @@ def test_the_bundled_model_has_adapters(
     assert (logits - torch.cat(expected)).abs().max() < TOLERANCE
 
 
-def test_where_logits_are_large_rows_differ_by_no_more_than_float32_rounds(
+def test_rows_with_large_logits_differ_only_by_float32_rounding(
     checkpoint: Any, driver: Any, prompt: Any, tmp_path: Path
 ) -> None:
     """How far two computations are apart grows with what they compute: both are held to float64."""

@@ -82,7 +82,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_adapters_are_as_if_merged_into_the_expanded_weights(
+def test_adapters_equal_merging_into_expanded_weights(
     form: str, settings: dict[str, Any], error: float, checkpoint: Any, driver: Any, prompt: Any,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -49,7 +49,7 @@ def read(directory: Path, modules: AdaptableModules, max_rank: int = 4) -> Any:
     return adapter_weights(files, modules.pairs(files, max_rank), torch.float32)
 
 
-def test_a_good_adapter_is_scaled_and_has_a_version(
+def test_valid_adapter_is_scaled_and_has_a_version(
     adapter: Path, modules: AdaptableModules, tmp_path: Path
 ) -> None:
     weights = read(adapter, modules)
@@ -89,7 +89,7 @@ def test_a_good_adapter_is_scaled_and_has_a_version(
         ({"rank_pattern": {str(i): 2 for i in range(2000)}}, "1000 patterns"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
+def test_unsupported_settings_are_refused_by_name(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadAdapter, match=reason):
         parse_adapter_config(json.dumps({**CONFIG, **config}).encode())
 
@@ -97,18 +97,18 @@ def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], reason: s
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"3", b"{", b"\xff", b"[" * 100_000, b'{"r": 1}', b'"' * 99]
 )
-def test_what_is_no_config_is_refused(data: bytes) -> None:
+def test_invalid_config_is_refused(data: bytes) -> None:
     with pytest.raises(BadAdapter):
         parse_adapter_config(data)
 
 
 @pytest.mark.parametrize("pattern", ["(a|a)" * 40 + "b", "(a+)+$", "a*a*a*a*a*b"])
-def test_patterns_that_could_be_matched_in_many_ways_take_no_time(pattern: str) -> None:
+def test_ambiguous_patterns_match_in_linear_time(pattern: str) -> None:
     config = parse_adapter_config(json.dumps({**CONFIG, "rank_pattern": {pattern: 2}}).encode())
     takes_less_than(1, lambda: config.rank("model.layers.0." + "a" * 1000 + "!"))
 
 
-def test_patterns_are_those_of_peft() -> None:
+def test_patterns_match_like_peft() -> None:
     patterns = {r"layers\.1\..*_proj": 3, "^model.norm$": 4, "attn.(k|v)_proj": 5, "head": 6}
     config = parse_adapter_config(json.dumps({**CONFIG, "rank_pattern": patterns}).encode())
     names = ["model.layers.1.up_proj", "layers.1.mlp.up_proj", "model.norm", "x.model.norm",
@@ -151,12 +151,12 @@ def test_matrices_of_other_shapes_are_refused(
         read(write(tmp_path / "bad", **tensors), modules)
 
 
-def test_a_rank_that_is_too_large_is_named(adapter: Path, modules: AdaptableModules) -> None:
+def test_too_large_rank_is_named(adapter: Path, modules: AdaptableModules) -> None:
     with pytest.raises(BadAdapter, match="rank 2 exceeds --max-lora-rank 1"):
         read(adapter, modules, max_rank=1)
 
 
-def test_numbers_that_are_not_finite_are_refused(modules: AdaptableModules, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_refused(modules: AdaptableModules, tmp_path: Path) -> None:
     tensors = {
         f"{PREFIX}self_attn.q_proj.lora_A.weight": torch.full((2, 64), float("nan")),
         f"{PREFIX}self_attn.q_proj.lora_B.weight": torch.ones(64, 2),
@@ -222,7 +222,7 @@ def test_missing_files_are_named(adapter: Path, modules: AdaptableModules) -> No
         read(adapter, modules)
 
 
-def test_pipes_and_directories_in_the_place_of_files_do_not_block(
+def test_pipes_and_directories_instead_of_files_do_not_block(
     adapter: Path, modules: AdaptableModules
 ) -> None:
     for make in (os.mkfifo, os.mkdir):
@@ -269,13 +269,13 @@ def escape(root: Path, how: str) -> str:
     "how",
     ["link", "loop", "absolute", "dots", "deep dots", "home", "zero", "long", "none", "prefix"],
 )
-def test_nothing_outside_of_the_directory_is_opened(how: str, inside: Path) -> None:
+def test_files_outside_the_directory_are_not_opened(how: str, inside: Path) -> None:
     with pytest.raises(BadAdapter) as refused:
         resolve_adapter(escape(inside, how), str(inside))
     assert len(str(refused.value)) < 12_000
 
 
-def test_files_that_lead_outside_are_not_opened(inside: Path) -> None:
+def test_links_to_outside_are_not_opened(inside: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         path = inside / "good" / name
         kept = path.read_bytes()
@@ -289,7 +289,7 @@ def test_files_that_lead_outside_are_not_opened(inside: Path) -> None:
     assert read_adapter(directory, str(inside), 1 << 20).version
 
 
-def test_paths_may_be_relative_absolute_or_linked_within(inside: Path) -> None:
+def test_paths_can_be_relative_absolute_or_links_within_directory(inside: Path) -> None:
     (inside / "alias").symlink_to("good")
     for path in ("good", "./good", "alias", str(inside / "good"), "good/."):
         assert resolve_adapter(path, str(inside)) == inside / "good"
@@ -298,9 +298,7 @@ def test_paths_may_be_relative_absolute_or_linked_within(inside: Path) -> None:
 Make = Callable[..., Any]
 
 
-def test_what_peft_writes_in_16_bits_is_read(
-    trained: Make, checkpoint: Any, tmp_path: Path
-) -> None:
+def test_16_bit_adapters_of_peft_are_read(trained: Make, checkpoint: Any, tmp_path: Path) -> None:
     directory = trained("qwen2").directory
     shutil.copytree(directory, tmp_path / "half")
     path = tmp_path / "half" / "adapter_model.safetensors"

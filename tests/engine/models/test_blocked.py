@@ -23,7 +23,7 @@ TYPES = [torch.bfloat16, torch.float16]
     ],
 )
 @pytest.mark.parametrize(("outputs", "width"), [(64, 8), (60, 640), (1100, 64), (66, 17000)])
-def test_results_are_those_of_float32_rounded_once(
+def test_results_equal_float32_rounded_once(
     dtype: torch.dtype, biased: bool, alike: bool, outputs: int, width: int
 ) -> None:
     generator = torch.Generator().manual_seed(outputs)
@@ -42,17 +42,17 @@ def test_results_are_those_of_float32_rounded_once(
 
 
 @pytest.mark.parametrize("most", [1, 700, 1 << 18])
-def test_few_rows_are_summed_in_as_many_parts_as_there_are(
+def test_number_of_parts_does_not_change_sums_of_few_rows(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     weight, x = torch.randn(640, 96).bfloat16(), torch.randn(5, 96).bfloat16()
     whole = BlockedLinear(weight, None)(x)
     monkeypatch.setattr(blocked, "_MAX_EMBEDDINGS", most)
-    blocked._most_bags.cache_clear()
+    blocked._max_bags.cache_clear()
     try:
         assert torch.equal(BlockedLinear(weight, None)(x), whole)
     finally:
-        blocked._most_bags.cache_clear()
+        blocked._max_bags.cache_clear()
 
 
 def test_a_row_does_not_depend_on_the_few_others_of_its_step() -> None:
@@ -62,7 +62,7 @@ def test_a_row_does_not_depend_on_the_few_others_of_its_step() -> None:
         assert torch.equal(product(x[row : row + 1].bfloat16())[0], together[row])
 
 
-def test_rows_can_be_blocked_where_few_are_computed_like_many() -> None:
+def test_rows_are_blocked_if_few_are_computed_like_many() -> None:
     product = BlockedLinear(torch.randn(192, 512).bfloat16(), None, alike=True)
     x = probe_rows(512, torch.bfloat16)
     by_rows = RowBlocks(product, x)
@@ -80,18 +80,18 @@ def test_embeddings_are_looked_up_in_the_blocks(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("avx2_alone")
 @pytest.mark.parametrize("dtype", TYPES)
-def test_weights_that_cannot_be_packed_lie_in_blocks(dtype: torch.dtype) -> None:
+def test_unpackable_weights_are_stored_in_blocks(dtype: torch.dtype) -> None:
     assert type(prepare_linear(torch.randn(640, 64).to(dtype))) is BlockedLinear
     assert type(prepare_linear(torch.randn(1000, 64).to(dtype))) is BlockedLinear
 
 
 @pytest.mark.usefixtures("avx2_alone")
-def test_weights_that_would_be_padded_much_do_not() -> None:
+def test_weights_that_need_much_padding_are_not_blocked() -> None:
     assert not fits_blocks(torch.randn(65, 64).bfloat16())
     assert not fits_blocks(torch.randn(8, 64).bfloat16())
 
 
-def test_blocks_need_a_library_that_reads_fast(avx2_alone: pytest.MonkeyPatch) -> None:
+def test_blocks_need_a_library_with_fast_sums(avx2_alone: pytest.MonkeyPatch) -> None:
     avx2_alone.setattr(blocked, "_has_fast_sums", lambda: False)
     assert not fits_blocks(torch.randn(64, 64).bfloat16())
 

@@ -24,7 +24,7 @@ def gemma3(layers: int, window: int) -> list[int | None]:
         ([None] * 21 + [4096] * 7, 32768, [None] * 3 + [4096], 7),
     ],
 )
-def test_groups_of_published_models(
+def test_cache_groups_of_published_models_are_as_expected(
     windows: list[int | None], longest: int, groups: list[int | None], layers_of_block: int
 ) -> None:
     found = divide(windows, longest)
@@ -50,7 +50,7 @@ def test_each_layer_has_its_own_index_in_a_group_of_its_kind(
     assert sorted(set(groups)) == list(range(len(found.windows)))
 
 
-def test_stages_keep_the_groups_of_the_whole_model() -> None:
+def test_stages_keep_groups_of_the_full_model() -> None:
     found = divide(gemma3(12, 512), 4096)
     assert found.windows == (512,) * 5 + (None,)
     first = CacheGroups(found.windows, found.of_layers[:6])
@@ -58,7 +58,7 @@ def test_stages_keep_the_groups_of_the_whole_model() -> None:
     assert first.tensor_indices(6) == [0] * 6
 
 
-def test_mixed_layers_in_one_group_slide_only_if_all_do_alike() -> None:
+def test_layers_in_one_group_slide_only_with_equal_windows() -> None:
     assert one_group([7, 7]).windows == (7,)
     assert one_group([7, None]).windows == (None,)
     assert one_group([7, 8]).windows == (None,)

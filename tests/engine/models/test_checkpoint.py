@@ -59,7 +59,7 @@ def test_complete_checkpoint_opens(
     assert torch.equal(checkpoint.tensor(name), tensors[name])
 
 
-def test_all_misfits_are_named(
+def test_all_mismatched_tensors_are_named(
     directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
 ) -> None:
     del tensors["model.norm.weight"]
@@ -88,7 +88,7 @@ def test_redundant_tensors_are_ignored(
     SafetensorsCheckpoint(directory, spec)
 
 
-def test_a_file_that_may_not_be_read_is_not_called_absent(
+def test_unreadable_file_is_not_reported_as_absent(
     directory: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (directory / "model.safetensors").write_bytes(b"")
@@ -142,7 +142,7 @@ def test_fingerprints_distinguish_weights(
     assert fingerprint() != second
 
 
-def test_no_tensor_is_too_far_back_and_no_value_too_deep_for_the_fingerprint(
+def test_fingerprint_covers_every_tensor_and_large_ones_by_samples(
     directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
 ) -> None:
     def fingerprint() -> str:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("inference")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "width"), [(3, 8), (48, 640), (1100, 64), (130, 17000)])
-def test_results_are_those_of_float32_rounded_once(
+def test_results_equal_float32_rounded_once(
     dtype: torch.dtype, biased: bool, outputs: int, width: int
 ) -> None:
     generator = torch.Generator().manual_seed(outputs)
@@ -32,7 +32,7 @@ def test_results_are_those_of_float32_rounded_once(
             assert torch.allclose(result.double(), exact, rtol=0.02, atol=0.02)
 
 
-def test_weights_may_be_views() -> None:
+def test_weights_can_be_views() -> None:
     weight, x = torch.randn(96, 700).bfloat16(), torch.randn(9, 96).bfloat16()
     alike = ConvertedLinear(weight.T.contiguous(), None)(x)
     assert torch.equal(ConvertedLinear(weight.T, None)(x), alike)
@@ -47,7 +47,7 @@ def test_weights_may_be_views() -> None:
         (torch.float32, True, DenseLinear),
     ],
 )
-def test_weights_that_fit_no_blocks_are_converted_where_that_is_faster(
+def test_unblockable_weights_are_converted_if_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, float32_is_faster: bool, expected: type
 ) -> None:
     monkeypatch.setattr(converted, "float32_is_faster", lambda: float32_is_faster)

@@ -71,7 +71,7 @@ def expected(
         (Heads(4, 2, 256, softcap=4.0, scale=0.1), 16, 50, False, MANY),
     ],
 )
-def test_it_computes_what_stock_operators_do(
+def test_kernel_equals_stock_operators(
     heads: Heads,
     block_size: int,
     window: int | None,
@@ -90,7 +90,7 @@ def test_it_computes_what_stock_operators_do(
     assert difference < (0.004 if dtype == torch.float16 else 0.02)
 
 
-def test_queries_may_lie_among_keys_and_values() -> None:
+def test_queries_can_be_interleaved_with_keys_and_values() -> None:
     heads, rows = Heads(4, 2, 16), rows_of(8)
     queries, cache = state(rows, heads, torch.float16)
     fused = torch.cat((queries, normal(len(queries), 4, 16)), dim=1)
@@ -103,7 +103,7 @@ def test_queries_may_lie_among_keys_and_values() -> None:
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_batch_invariant_tokens_have_the_same_bits_in_any_company(
+def test_batch_invariant_tokens_have_same_bits_in_any_batch(
     window: int | None, dtype: torch.dtype
 ) -> None:
     heads, length = Heads(7, 1, 64), 300  # keys that would be split otherwise
@@ -135,7 +135,7 @@ def test_batch_invariant_tokens_have_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("multiprocessors", [FEW, MANY])
-def test_a_plan_of_decodes_takes_other_rows_of_the_same_number(multiprocessors: int) -> None:
+def test_decode_plan_can_be_reused_for_same_number_of_rows(multiprocessors: int) -> None:
     heads = Heads(4, 2, 16)
     kernel = KernelAttention(heads, DEVICE, multiprocessors=multiprocessors)
     plan = None
@@ -158,7 +158,7 @@ def stock() -> PagedAttention:
     return PagedAttention(Heads(4, 2, 16), dtype=torch.float16, device=DEVICE)
 
 
-def test_it_is_chosen_after_a_comparison(stock: PagedAttention) -> None:
+def test_kernel_is_chosen_after_comparison(stock: PagedAttention) -> None:
     chosen = CudaAttention(stock, Heads(4, 2, 16), dtype=torch.float16, device=DEVICE)
     assert isinstance(chosen.for_blocks(16), KernelAttention)
     assert chosen.for_blocks(16) is chosen.for_blocks(16)
@@ -171,7 +171,7 @@ def test_it_is_chosen_after_a_comparison(stock: PagedAttention) -> None:
         (torch.float16, Heads(4, 2, 16, scale=3.0), "differ"),
     ],
 )
-def test_stock_operators_serve_where_it_does_not_work(
+def test_stock_operators_are_used_if_kernel_fails(
     stock: PagedAttention,
     dtype: torch.dtype,
     heads: Heads,
@@ -186,7 +186,7 @@ def test_stock_operators_serve_where_it_does_not_work(
         invariant.for_blocks(16)
 
 
-def test_without_triton_stock_operators_serve(
+def test_stock_operators_are_used_without_triton(
     stock: PagedAttention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "engine.kernels.cuda.attention", None)
@@ -197,6 +197,6 @@ def test_without_triton_stock_operators_serve(
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="the device's own number of multiprocessors counts")
-def test_nothing_is_split_for_one_multiprocessor() -> None:
+def test_no_splits_for_one_multiprocessor() -> None:
     plan = KernelAttention(Heads(4, 2, 16), DEVICE).plan(rows_of(8), None)
     assert all(launch.num_splits == 1 for launch in plan.launches)

@@ -81,7 +81,7 @@ def store(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
     ],
     ids=str,
 )
-def test_configs_that_cannot_be_honoured_are_refused(
+def test_unsupported_head_configs_are_refused(
     start: Callable[..., None], tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     rewrite(tmp_path, lambda content: content.update(changes))
@@ -89,7 +89,7 @@ def test_configs_that_cannot_be_honoured_are_refused(
         start()
 
 
-def test_states_are_taken_before_the_layers_that_every_tool_means() -> None:
+def test_tapped_layers_are_the_same_in_all_config_formats() -> None:
     target = spec_of(36)
     config = config_of_head()
     assert Eagle3Spec(config, target).tapped == (2, 18, 33)
@@ -138,7 +138,7 @@ def test_tensors_that_do_not_fit_are_refused(
         start()
 
 
-def test_a_head_without_files_that_are_read_is_refused(
+def test_head_without_supported_files_is_refused(
     start: Callable[..., None], tmp_path: Path
 ) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
@@ -168,7 +168,7 @@ def test_other_kinds_of_heads_are_named(
     [({"load_format": "dummy"}, "--load-format"), ({"model_impl": "transformers"}, "--model-impl")],
     ids=str,
 )
-def test_settings_that_it_does_not_work_with_are_named(
+def test_incompatible_settings_are_named(
     start: Callable[..., None], model: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-model .*{flag}"):

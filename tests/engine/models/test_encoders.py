@@ -76,7 +76,7 @@ def test_a_pair_has_two_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Bert", "ModernBert"])
-def test_each_token_has_a_vector_if_that_is_asked_for(family: str, tmp_path: Path) -> None:
+def test_each_token_has_a_vector_if_requested(family: str, tmp_path: Path) -> None:
     reference = save_pooling_model(family, tmp_path)
     asked = [
         pooling_request(i + 1, ids, per_token=bool(i % 3), dimensions=9 * (i % 2))
@@ -93,7 +93,7 @@ def test_each_token_has_a_vector_if_that_is_asked_for(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["Bert", "ModernBert"])
-def test_a_batch_invariant_vector_has_the_same_bits_alone(family: str, tmp_path: Path) -> None:
+def test_batch_invariant_vector_has_same_bits_alone(family: str, tmp_path: Path) -> None:
     save_pooling_model(family, tmp_path)
     together = vectors_of(tmp_path, PROMPTS, batch_invariant=True)
     for token_ids, found in list(zip(PROMPTS, together, strict=True))[:6]:
@@ -110,7 +110,7 @@ def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
         assert all(float(a @ b) > 0.97 for a, b in zip(exact, near, strict=True))
 
 
-def test_embeddings_are_cut_before_they_are_normalized(tmp_path: Path) -> None:
+def test_embeddings_are_truncated_before_normalization(tmp_path: Path) -> None:
     save_pooling_model("Bert", tmp_path)
     found = outputs_of(
         tmp_path,
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         vectors_of(tmp_path, PROMPTS[:1])
 
 
-def test_roberta_has_positions_for_what_padding_leaves(tmp_path: Path) -> None:
+def test_roberta_positions_start_after_padding(tmp_path: Path) -> None:
     save_pooling_model("Roberta", tmp_path)
     (whole,) = vectors_of(tmp_path, [[7] * 256], max_num_batched_tokens=16)
     assert np.isfinite(whole).all()

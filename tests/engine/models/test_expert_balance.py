@@ -33,7 +33,7 @@ def check(placement: Placement, like: Placement, experts: int) -> None:
 
 
 @given(loads())
-def test_any_load_gives_a_placement_that_is_whole_and_no_worse(
+def test_any_load_gives_complete_placement_no_worse_than_before(
     load: tuple[list[int], Placement],
 ) -> None:
     tokens, before = load
@@ -46,7 +46,7 @@ def test_any_load_gives_a_placement_that_is_whole_and_no_worse(
 
 
 @given(loads(), st.lists(st.integers(0, 500), min_size=24, max_size=24))
-def test_a_second_change_starts_from_the_first(
+def test_second_placement_change_starts_from_first(
     load: tuple[list[int], Placement], later: list[int]
 ) -> None:
     tokens, before = load
@@ -55,7 +55,7 @@ def test_a_second_change_starts_from_the_first(
     check(twice, before, len(tokens))
 
 
-def test_the_heaviest_expert_is_copied_and_the_rest_evened_out() -> None:
+def test_heaviest_expert_is_copied_and_others_are_balanced() -> None:
     tokens = [90, 60, 10, 10, 10, 10, 5, 5]
     before = first_placement(8, 10, 2)
     assert before == [[0, 1, 2, 3, 4], [0, 1, 5, 6, 7]]
@@ -65,7 +65,7 @@ def test_the_heaviest_expert_is_copied_and_the_rest_evened_out() -> None:
     assert all({0, 1} <= set(held) for held in after)
 
 
-def test_little_to_gain_moves_nothing_and_the_rest_stays_where_it_is() -> None:
+def test_small_gains_move_no_experts() -> None:
     before = first_placement(8, 8, 2)
     assert arrange([100, 100, 100, 100, 100, 100, 100, 101], before) is before
     after = arrange([50, 50, 0, 0, 1, 0, 0, 0], before)
@@ -73,7 +73,7 @@ def test_little_to_gain_moves_nothing_and_the_rest_stays_where_it_is() -> None:
     assert moved == 2, "one expert each way"
 
 
-def test_a_rank_that_only_has_room_for_what_it_has_swaps() -> None:
+def test_full_rank_swaps_experts() -> None:
     tokens = [0, 100, 10, 10, 10]
     before = [[0, 1, 2], [0, 3, 4]]
     check(arrange(tokens, before), before, 5)
@@ -91,7 +91,7 @@ def told(ranks: list[ExpertBalance]) -> None:
         each.update(rows)
 
 
-def test_what_ranks_measure_makes_all_of_them_change_one_layer_a_step() -> None:
+def test_measured_load_changes_one_layer_per_step_on_all_ranks() -> None:
     ranks = [balance(redundant=2), balance(redundant=2)]
     for step in range(2):
         due = [each.is_due() for each in ranks]
@@ -115,7 +115,7 @@ def test_what_ranks_measure_makes_all_of_them_change_one_layer_a_step() -> None:
     assert ranks[0].row() == [0] * 10, "counted from here on"
 
 
-def test_a_new_group_begins_with_nothing_known() -> None:
+def test_new_group_starts_without_measured_load() -> None:
     one = balance(redundant=3, interval=1)
     one.count(0, torch.tensor([[3], [3]]))
     one.count_computed(0, 5)

@@ -94,7 +94,7 @@ def load_driver(directory: Path, kept: KvCacheDtype = "auto", **settings: Any) -
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_chunks_beside_others_give_the_logits_of_transformers(
+def test_chunks_in_mixed_batches_give_logits_of_transformers(
     kind: str, fallback: Fallbacks, prompt: MakePrompt
 ) -> None:
     model = fallback(kind)
@@ -112,7 +112,7 @@ def test_chunks_beside_others_give_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_CACHE)
-def test_greedy_tokens_behind_a_cached_prefix_are_those_of_transformers(
+def test_greedy_tokens_after_cached_prefix_equal_transformers(
     kind: str, fallback: Fallbacks, prompt: MakePrompt
 ) -> None:
     model = fallback(kind)
@@ -134,7 +134,7 @@ def test_greedy_tokens_behind_a_cached_prefix_are_those_of_transformers(
     ids=["few blocks", "overlapped", "drafted"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "starcoder2"])
-def test_engines_say_the_same_however_steps_are_scheduled(
+def test_scheduling_does_not_change_answers(
     kind: str, options: dict[str, Any], fallback: Fallbacks, prompt: MakePrompt
 ) -> None:
     model = fallback(kind)
@@ -171,7 +171,7 @@ def test_layers_with_windows_have_blocks_of_their_own(
     assert (stats.counters.spec_draft_tokens > 0) == has_draft
 
 
-def test_a_model_of_transformers_is_divided_as_one_of_a_family(fallback: Fallbacks) -> None:
+def test_fallback_model_is_sharded_like_a_family(fallback: Fallbacks) -> None:
     directory = str(fallback("exaone4").directory)
     settings = ModelConfig(model=directory, dtype="float32", max_model_len=200)
     loaded = load_model(EngineConfig(model=settings), CPU, lambda _: None).model
@@ -211,15 +211,13 @@ def test_layers_see_no_farther_than_their_windows(fallback: Fallbacks) -> None:
     assert load_driver(fallback("qwen2_moe").directory).runner.model.windows == [{WINDOW, None}]
 
 
-def test_a_window_that_cannot_be_tried_is_refused(
-    fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untestable_window_is_refused(fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.fallback.loading.narrow_windows", lambda _: nullcontext())
     with pytest.raises(UnsupportedModel, match=f"window of {WINDOW} tokens is longer than the"):
         load_driver(fallback("phimoe").directory)
 
 
-def test_a_model_that_attends_otherwise_than_the_library_fails_its_trial(
+def test_model_with_custom_attention_fails_trial(
     fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it was when windows of masks were not seen."""
@@ -245,7 +243,7 @@ def test_dummy_weights_depend_on_the_seed_only(fallback: Fallbacks, prompt: Make
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_a_family_comes_first_unless_another_is_asked_for(
+def test_family_is_preferred_unless_fallback_is_requested(
     fallback: Fallbacks, checkpoint: SaveModel, prompt: MakePrompt, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = checkpoint("llama")
@@ -260,7 +258,7 @@ def test_a_family_comes_first_unless_another_is_asked_for(
     assert (engine.logits({0: 60}) - model.logits(prompt(60))).abs().max() < 1e-3
 
 
-def test_the_bundled_model_says_the_same_by_its_family_and_by_transformers(
+def test_bundled_model_gives_same_answers_by_family_and_fallback(
     prompt: MakePrompt, driver: LoadDriver
 ) -> None:
     engines = (
@@ -273,7 +271,7 @@ def test_the_bundled_model_says_the_same_by_its_family_and_by_transformers(
     assert (one - other).abs().max() < 1e-3
 
 
-def test_swell_alone_refuses_what_has_no_family(fallback: Fallbacks) -> None:
+def test_swell_implementation_refuses_models_without_family(fallback: Fallbacks) -> None:
     settings = ModelConfig(model=str(fallback("opt").directory), model_impl="swell")
     with pytest.raises(UnsupportedModel, match="OPTForCausalLM is not supported; supported are"):
         load_model(EngineConfig(model=settings), CPU, lambda _: None)
@@ -296,7 +294,7 @@ def test_settings_that_need_a_family_are_refused(flag: str, changed: dict[str, A
     check_fallback(EngineConfig())
 
 
-def test_a_gguf_file_is_for_families(tmp_path: Path) -> None:
+def test_fallback_refuses_gguf_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
     settings = ModelConfig(model=str(path), model_impl="transformers")
@@ -356,7 +354,7 @@ def test_a_gguf_file_is_for_families(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_says_why(
+def test_unsupported_models_are_refused_with_reason(
     config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -365,7 +363,7 @@ def test_what_cannot_be_served_says_why(
     assert config["architectures"][0] in str(caught.value)
 
 
-def test_a_model_that_keeps_more_than_keys_and_values_fails_its_trial(
+def test_model_with_state_beyond_kv_fails_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.models.fallback.loading.check_class", lambda *_: None)
@@ -375,7 +373,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_fails_its_trial(
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "roberta-prelayernorm"])
-def test_a_model_that_counts_positions_its_own_way_fails_its_trial(
+def test_model_with_custom_positions_fails_trial(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.models.fallback.loading.check_class", lambda *_: None)
@@ -394,7 +392,7 @@ def test_the_page_lists_every_causal_model() -> None:
     assert "WRONG" not in listed
 
 
-def test_a_model_that_the_page_has_no_memory_for_is_not_called_refused() -> None:
+def test_model_too_large_for_the_page_is_not_listed_as_refused() -> None:
     error = UnsupportedModel("x: it cannot be served: some tensor of 9 GB")
     assert refused(error).reason == "some tensor of 9 GB"
     for cause in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")):
@@ -402,7 +400,7 @@ def test_a_model_that_the_page_has_no_memory_for_is_not_called_refused() -> None
         assert refused(error).reason.startswith("not tried: ")
 
 
-def test_missing_weights_are_not_made_up(fallback: Fallbacks, tmp_path: Path) -> None:
+def test_missing_weights_are_an_error(fallback: Fallbacks, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     source = fallback("opt").directory
@@ -416,7 +414,7 @@ def test_missing_weights_are_not_made_up(fallback: Fallbacks, tmp_path: Path) ->
         load_driver(tmp_path)
 
 
-def test_without_transformers_the_message_says_what_to_install(
+def test_missing_transformers_gives_install_command(
     fallback: Fallbacks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = fallback("opt").directory

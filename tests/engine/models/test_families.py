@@ -92,7 +92,7 @@ def test_gemma_3_rotates_sliding_layers_by_their_own_base() -> None:
         spec("Gemma3ForCausalLM", use_bidirectional_attention=True)
 
 
-def test_ministral_3_is_read_as_it_is_published(
+def test_published_ministral_3_config_is_read(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     """In 8 bits with a scale of each weight and of its inputs, within a multimodal model."""
@@ -129,7 +129,7 @@ def test_ministral_3_is_read_as_it_is_published(
     assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
-def test_what_ministral_3_leaves_out_is_that_of_its_published_models() -> None:
+def test_ministral_3_defaults_are_those_of_published_models() -> None:
     found = spec("Mistral3ForConditionalGeneration", text_config={"model_type": "ministral3"})
     assert found.attention_temperature == TemperatureSpec(scale=0.1, step=16384)
     assert found.distinct_ropes[0].kind == "yarn"
@@ -138,7 +138,7 @@ def test_what_ministral_3_leaves_out_is_that_of_its_published_models() -> None:
     assert small.windows == (4096,) * 6
 
 
-def test_minimax_m2_is_refused_where_it_is_not_as_published() -> None:
+def test_unpublished_variants_of_minimax_m2_are_refused() -> None:
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2}
     found = spec("MiniMaxM2ForCausalLM", **sizes, head_dim=16, rotary_dim=8, rope_theta=5e6)
     assert found.distinct_ropes == (
@@ -154,14 +154,14 @@ def test_ernie_with_biases_is_refused() -> None:
         spec("Ernie4_5_MoeForCausalLM", use_bias=True)
 
 
-def test_what_llama_4_is_not_served_with_is_refused_by_name() -> None:
+def test_unsupported_llama_4_settings_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="num_experts_per_tok"):
         spec("Llama4ForCausalLM", num_experts_per_tok=2)
     with pytest.raises(UnsupportedModel, match="no_rope_layers"):
         spec("Llama4ForCausalLM", no_rope_layers=[1, 1, 0])
 
 
-def test_the_text_model_within_a_larger_one_is_read_and_the_rest_is_not(
+def test_only_text_model_of_multimodal_config_is_read(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     plain = checkpoint("gemma3")
@@ -230,7 +230,7 @@ def test_multipliers_have_to_be_numbers() -> None:
         spec("GraniteForCausalLM", residual_multiplier="0.2")
 
 
-def test_norms_over_all_heads_are_not_cut() -> None:
+def test_norms_over_all_heads_are_not_sharded() -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor-parallel-size.*Olmo2ForCausalLM"):
         TensorSharding(spec("Olmo2ForCausalLM"), 0, 2)
 
@@ -244,7 +244,7 @@ def test_norms_over_all_heads_are_not_cut() -> None:
         (RopeSpec(theta=1.0, share=0.5, interleaved=True), (0, 2, 4, 5, 1, 3, 6, 7)),
     ],
 )
-def test_pairs_that_rotate_together_come_to_lie_half_a_head_apart(
+def test_rotated_pairs_are_reordered_half_a_head_apart(
     rope: RopeSpec, order: tuple[int, ...] | None
 ) -> None:
     assert rotated_order(rope, 8) == order
@@ -293,7 +293,7 @@ def test_glm_45_has_dense_layers_first_and_one_mlp_beside_its_experts() -> None:
             spec("Glm4MoeForCausalLM", **GLM45, **wrong)
 
 
-def test_layers_that_draft_tokens_are_not_loaded(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_draft_layers_are_not_loaded(checkpoint: SaveModel, tmp_path: Path) -> None:
     directory = checkpoint("glm4-moe").directory
     tensors = load_file(directory / "model.safetensors")
     extra = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
@@ -360,7 +360,7 @@ def test_deepseek_keeps_a_latent_and_chooses_within_groups() -> None:
         ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_what_no_deepseek_has_is_refused_by_name(
+def test_unsupported_deepseek_settings_are_refused_by_name(
     architecture: str, wrong: dict[str, Any], message: str
 ) -> None:
     groups = {"n_group": 1, "topk_group": 1}

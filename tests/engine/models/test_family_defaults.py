@@ -100,14 +100,14 @@ def whole(architecture: str) -> dict[str, Any]:
     return completed(architecture, {**BASE, **_SIZES.get(architecture, {})})
 
 
-def test_the_table_is_what_transformers_says() -> None:
+def test_defaults_table_equals_transformers() -> None:
     assert TARGET.read_text(encoding="utf-8") == render(), (
         "run python -m scripts.write_family_defaults"
     )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_key_that_is_absent_means_what_its_class_says(architecture: str) -> None:
+def test_absent_key_has_default_of_its_class(architecture: str) -> None:
     given = whole(architecture)
     assert len(given) > 20
     for key in given.keys() - _NOT_DEFAULTS:
@@ -130,9 +130,7 @@ def test_a_key_that_is_absent_means_what_its_class_says(architecture: str) -> No
     ],
     ids=["nothing", "base", "scaling", "two original lengths", "parameters without base"],
 )
-def test_rotary_embeddings_are_completed_as_by_their_class(
-    architecture: str, old: dict[str, Any]
-) -> None:
+def test_rotary_defaults_are_those_of_their_class(architecture: str, old: dict[str, Any]) -> None:
     if architecture == "Phi3ForCausalLM" and old.keys() & {"rope_scaling", "rope_parameters"}:
         return  # Its class knows longrope alone.
     given = {key: each for key, each in whole(architecture).items() if key != "rope_parameters"}
@@ -145,7 +143,7 @@ def test_rotary_embeddings_are_completed_as_by_their_class(
     assert spec(architecture, given).ropes == spec(architecture, expected).ropes
 
 
-def test_a_key_of_the_class_that_no_family_reads_may_have_no_other_value() -> None:
+def test_unread_keys_of_class_must_have_default_values() -> None:
     given = whole("Ernie4_5_MoeForCausalLM")
     with pytest.raises(UnsupportedModel, match=r"moe_norm_min 0.5 is not supported .* only 1e-12"):
         spec("Ernie4_5_MoeForCausalLM", {**given, "moe_norm_min": 0.5})
@@ -161,7 +159,7 @@ def test_layer_types_that_a_class_does_not_read_are_refused() -> None:
     assert spec("MistralForCausalLM", {**BASE, **none}).windows == (None,) * 6
 
 
-def test_keys_that_nothing_reads_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     given = {**BASE, "use_cache": True, "hyper_gate": 3, "a_second": None}
     with caplog.at_level(logging.WARNING):
         spec("Qwen3ForCausalLM", given)
@@ -181,7 +179,7 @@ def test_published_files_have_no_unread_keys(
     assert not caplog.records
 
 
-def test_windows_that_are_turned_off_are_no_unread_keys(caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_windows_are_not_unread_keys(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("Qwen2", "Qwen3", "Qwen3Moe"):
         off = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 70}
         assert spec(f"{name}ForCausalLM", {**BASE, **off}).windows == (None,) * 6

@@ -54,7 +54,7 @@ KINDS = ["amd-avx512-bf16", "amx", "no pairs"] if has_pairs() else ["no pairs"]
 def by_pairs(request: Any, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether the kernel that adds pairs attends, on some kinds of processors."""
     if request.param == "no pairs":
-        monkeypatch.setattr(choice, "attends_by_pairs", lambda _spec: False)
+        monkeypatch.setattr(choice, "has_patch_attention", lambda _spec: False)
     else:
         as_kind(request.param)
     return bool(request.param != "no pairs")
@@ -71,7 +71,7 @@ def by_pairs(request: Any, as_kind: AsKind, monkeypatch: pytest.MonkeyPatch) -> 
     ],
     indirect=["by_pairs"],
 )
-def test_logits_are_as_exact_as_without(
+def test_logits_are_as_accurate_as_without_kernels(
     name: str,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -116,7 +116,7 @@ def test_logits_are_as_exact_as_without(
     assert statistics.median(errors) < 1.4
 
 
-def test_a_cache_in_8_bits_is_left_to_stock_operators(
+def test_8_bit_cache_uses_stock_operators(
     checkpoint: SaveModel, driver: LoadDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = _count_calls(monkeypatch)
@@ -130,7 +130,7 @@ def test_a_cache_in_8_bits_is_left_to_stock_operators(
     assert called == {"rms_norm", "swiglu"}
 
 
-def test_prompts_and_decodes_attend_alike_where_a_batch_must_not_matter(
+def test_batch_invariant_prompts_and_decodes_use_same_attention(
     checkpoint: SaveModel, driver: LoadDriver, by_pairs: bool
 ) -> None:
     directory = checkpoint("llama").directory
@@ -143,10 +143,10 @@ def test_prompts_and_decodes_attend_alike_where_a_batch_must_not_matter(
     assert kinds == expected
 
 
-def test_capped_scores_are_exact_by_a_kernel_or_refused(
+def test_capped_scores_are_computed_by_kernel_or_refused(
     checkpoint: SaveModel, driver: LoadDriver, by_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: by_pairs)
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: by_pairs)
     directory = checkpoint("gemma2").directory
     load = partial(driver, directory, dtype="bfloat16", batch_invariant=True)
     refused = pytest.raises(UnsupportedModel, match="caps attention scores")
@@ -154,14 +154,14 @@ def test_capped_scores_are_exact_by_a_kernel_or_refused(
         assert isinstance(load(fused=True).runner.model.attention, PatchAttention)
     with refused:
         load()
-    monkeypatch.setattr(invariance, "attends_by_pairs", lambda _spec: True)
+    monkeypatch.setattr(invariance, "has_patch_attention", lambda _spec: True)
     monkeypatch.setattr(choice, "_agree", lambda *_: False)
     with refused:
         load(fused=True)
 
 
 @HAS_PAIRS
-def test_tokens_that_attend_otherwise_are_left_to_stock_operators(
+def test_attention_that_differs_from_torch_uses_stock_operators(
     checkpoint: SaveModel,
     driver: LoadDriver,
     monkeypatch: pytest.MonkeyPatch,
@@ -178,7 +178,7 @@ def test_tokens_that_attend_otherwise_are_left_to_stock_operators(
 
 
 @HAS_PAIRS
-def test_attention_that_cannot_be_compiled_is_left_to_stock_operators(
+def test_uncompilable_attention_uses_stock_operators(
     checkpoint: SaveModel,
     driver: LoadDriver,
     monkeypatch: pytest.MonkeyPatch,

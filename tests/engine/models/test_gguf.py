@@ -54,7 +54,7 @@ EXPANDED = [
 
 
 @pytest.mark.parametrize("storage", EXPANDED, ids=lambda each: each.name)
-def test_every_type_expands_to_what_the_reference_makes_of_it(storage: Storage) -> None:
+def test_every_type_expands_like_the_reference(storage: Storage) -> None:
     blocks, kind = random_blocks(storage), Kind[storage.name]
     expected = gguf.dequantize(blocks, kind).reshape(50, -1)
     found = expand(torch.from_numpy(blocks.copy()).view(50, -1), storage.name)
@@ -62,7 +62,7 @@ def test_every_type_expands_to_what_the_reference_makes_of_it(storage: Storage) 
 
 
 @pytest.mark.parametrize("name", INT4_TYPES)
-def test_codes_of_4_bits_stand_for_the_same_elements(name: str) -> None:
+def test_4_bit_codes_represent_the_same_elements(name: str) -> None:
     storage = next(each for each in storage_types().values() if each.name == name)
     blocks = torch.from_numpy(random_blocks(storage))
     blocks[3, :2] = 0  # a scale of zero
@@ -71,7 +71,7 @@ def test_codes_of_4_bits_stand_for_the_same_elements(name: str) -> None:
     torch.testing.assert_close(values, expand(blocks, name), rtol=1e-4, atol=1e-3)
 
 
-def test_weights_of_4_bits_are_to_be_had_as_stored(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_4_bit_weights_can_be_read_as_stored(checkpoint: SaveModel, tmp_path: Path) -> None:
     model, path = checkpoint("llama"), tmp_path / "tiny.gguf"
     write_gguf(path, model.directory, "llama", Kind.Q4_1)
     config = ModelConfig(model=str(path), dtype="float32")
@@ -96,7 +96,7 @@ def test_weights_of_4_bits_are_to_be_had_as_stored(checkpoint: SaveModel, tmp_pa
         ("qwen3-moe", "qwen3moe", Kind.F32),
     ],
 )
-def test_greedy_tokens_are_those_of_the_expanded_weights(
+def test_greedy_tokens_equal_those_of_expanded_weights(
     name: str,
     architecture: str,
     kind: Kind,
@@ -172,7 +172,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_files_of_every_family_say_what_its_checkpoints_say(
+def test_gguf_config_of_every_family_equals_its_checkpoint(
     name: str,
     checkpoint: SaveModel,
     driver: LoadDriver,
@@ -213,7 +213,7 @@ def reread(model: Checkpoint, tensors: dict[str, torch.Tensor], directory: Path)
     return Checkpoint(directory, type(model.reference).from_pretrained(directory).eval())
 
 
-def test_a_file_is_a_directory_for_all_but_the_weights(
+def test_gguf_file_serves_as_directory_except_for_weights(
     checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "Tiny-Model.Q8_0.gguf"
@@ -233,7 +233,7 @@ def test_a_file_is_a_directory_for_all_but_the_weights(
     assert text["chat_template"] == "{{ messages[0].content }}"
 
 
-def test_what_a_file_recommends_for_sampling_is_read(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_recommended_sampling_of_file_is_read(checkpoint: SaveModel, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     own = {"general.sampling.temp": 0.5, "general.basename": "Tiny"}
     write_gguf(path, checkpoint("qwen3").directory, "qwen3", metadata=own)
@@ -243,7 +243,7 @@ def test_what_a_file_recommends_for_sampling_is_read(checkpoint: SaveModel, tmp_
     assert json.loads((directory / "config.json").read_text())["_name_or_path"] == "Tiny"
 
 
-def test_files_that_differ_in_their_frequencies_alone_have_configs_of_their_own(
+def test_files_differing_only_in_frequencies_have_different_configs(
     checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     found = []
@@ -263,7 +263,7 @@ def _spec_of(
     return read_spec(model_directory(ModelConfig(model=str(path)), weights=False))
 
 
-def test_positions_are_stretched_as_by_llama_cpp(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_rope_scaling_equals_llama_cpp(checkpoint: SaveModel, tmp_path: Path) -> None:
     prefix = "llama.rope.scaling."
     (linear,) = _spec_of(checkpoint, tmp_path, {f"{prefix}factor": 4.0}).distinct_ropes
     assert (linear.kind, linear.factor) == ("linear", 4.0)
@@ -283,7 +283,7 @@ def test_positions_are_stretched_as_by_llama_cpp(checkpoint: SaveModel, tmp_path
         _spec_of(checkpoint, tmp_path, {f"{prefix}attn_factor": 2.0})
 
 
-def test_keys_of_a_file_that_nothing_reads_are_named(
+def test_unread_keys_of_file_are_named(
     checkpoint: SaveModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -302,7 +302,7 @@ def test_keys_of_a_file_that_nothing_reads_are_named(
         ("llama", {"llama.rope.scaling.factor": "much", "llama.rope.scaling.type": "yarn"}),
     ],
 )
-def test_keys_that_make_no_sense_are_refused(
+def test_invalid_keys_are_refused(
     checkpoint: SaveModel, tmp_path: Path, architecture: str, metadata: dict[str, Any]
 ) -> None:
     window = {f"{architecture}.attention.sliding_window": 8} if architecture == "gemma3" else {}
@@ -311,7 +311,7 @@ def test_keys_that_make_no_sense_are_refused(
         _spec_of(checkpoint, tmp_path, {**window, **metadata}, architecture)
 
 
-def test_types_are_those_of_the_file_unless_set(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_dtypes_follow_the_file_unless_set(checkpoint: SaveModel, tmp_path: Path) -> None:
     for kind, dtype in (
         (Kind.F32, torch.float32),
         (Kind.F16, torch.float16),
@@ -325,7 +325,7 @@ def test_types_are_those_of_the_file_unless_set(checkpoint: SaveModel, tmp_path:
         assert opened.dtype == opened.tensor("model.norm.weight").dtype == dtype
 
 
-def test_weights_have_their_own_fingerprint(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_gguf_weights_have_a_fingerprint(checkpoint: SaveModel, tmp_path: Path) -> None:
     prints = set()
     for at in (None, -1):
         path = tmp_path / f"{at}.gguf"
@@ -340,7 +340,7 @@ def test_weights_have_their_own_fingerprint(checkpoint: SaveModel, tmp_path: Pat
     assert len(prints) == 2
 
 
-def test_what_is_missing_is_named(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_missing_parts_are_named(checkpoint: SaveModel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     tensors = load_file(checkpoint("qwen2").directory / "model.safetensors")
@@ -355,7 +355,7 @@ def test_what_is_missing_is_named(checkpoint: SaveModel, tmp_path: Path) -> None
         open_checkpoint(directory, read_spec(directory), config)
 
 
-def test_other_architectures_are_refused_with_what_is_served(
+def test_other_architectures_are_refused_with_supported_ones(
     checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "other.gguf"

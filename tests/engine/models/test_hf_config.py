@@ -30,7 +30,7 @@ def spec(
     return parse_spec(config, generation or {})
 
 
-def test_both_spellings_mean_the_same() -> None:
+def test_both_spellings_are_equivalent() -> None:
     old = spec(
         rope_theta=5e5,
         rope_scaling={"type": "linear", "factor": 2.0},
@@ -58,7 +58,7 @@ def test_generation_config_decides_about_endings() -> None:
     assert spec(eos_token_id=5, generation={"eos_token_id": [7, 5]}).eos_token_ids == (7, 5)
 
 
-def test_windows_per_layer() -> None:
+def test_windows_are_read_per_layer() -> None:
     assert spec("Mistral", sliding_window=30).windows == (30,) * 4
     assert spec("Qwen2", sliding_window=30).windows == (None,) * 4
     some: dict[str, Any] = {"sliding_window": 30, "use_sliding_window": True}

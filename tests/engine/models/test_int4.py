@@ -41,7 +41,7 @@ def _weights(outputs: int, inputs: int, groups: int) -> Int4Weights:
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("outputs", [48, 192])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_error_is_that_of_16_bits(
+def test_int4_error_equals_that_of_16_bits(
     dtype: torch.dtype, rows: int, outputs: int, biased: bool
 ) -> None:
     weights = _weights(outputs, 192, 3)
@@ -56,7 +56,7 @@ def test_the_error_is_that_of_16_bits(
 
 
 @pytest.mark.parametrize("compute_type", [torch.float32, torch.bfloat16])
-def test_expanded_weights_are_those_that_were_packed(compute_type: torch.dtype) -> None:
+def test_expanded_weights_equal_packed_ones(compute_type: torch.dtype) -> None:
     outputs, inputs = 64 * 40, 512  # more than are expanded at once
     weights = _weights(outputs, inputs, 4)
     offsets = (MIDDLE - weights.zeros) * weights.scales
@@ -71,7 +71,7 @@ def test_expanded_weights_are_those_that_were_packed(compute_type: torch.dtype) 
     assert torch.allclose(product(identity), expected, atol=1e-6, rtol=2**-7)
 
 
-def test_outputs_that_are_no_whole_blocks_are_not_expanded() -> None:
+def test_partial_output_blocks_are_not_expanded() -> None:
     assert packed_block(16) is None
     assert packed_block(64 + 16) is None
 
@@ -90,7 +90,7 @@ def test_rounding_is_off_by_half_a_step_at_most_and_keeps_zeros(inputs: int) -> 
     assert error.max() < 0.12
 
 
-def test_what_is_fused_is_one_below_the_other() -> None:
+def test_fused_weights_are_concatenated() -> None:
     parts = [_weights(16, 64, 2), _weights(32, 64, 2)]
     whole = joined(parts)
     assert whole is not None

@@ -27,7 +27,7 @@ def in_8_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inputs", [130, 136, 144])
 @pytest.mark.parametrize("biased", [False, True])
-def test_error_is_that_of_rounding(
+def test_error_is_within_rounding(
     in_8_bits: bool, dtype: torch.dtype, inputs: int, biased: bool
 ) -> None:
     weight = torch.randn(48, inputs).to(dtype)
@@ -79,7 +79,7 @@ def test_zeros_stay_zeros() -> None:
     assert not linear(torch.randn(2, 16))[:, :3].any()
 
 
-def test_weights_elsewhere_than_on_the_cpu_are_refused() -> None:
+def test_weights_on_other_devices_are_refused() -> None:
     with pytest.raises(Int8Unsupported, match="--quantization int8 is for models on the CPU"):
         prepare_int8(torch.empty(8, 8, device="meta"))
 

@@ -12,7 +12,7 @@ WIDTHS = range(FINE_STEP, TILE + 1, FINE_STEP)
     "alike",
     [list(WIDTHS), [TILE], [width for width in WIDTHS if not 208 <= width <= 368], [16, 64, TILE]],
 )
-def test_a_range_of_widths_is_alike_if_each_of_them_is(alike: list[int]) -> None:
+def test_width_range_agrees_if_each_width_does(alike: list[int]) -> None:
     widths = KeyWidths(alike)
     all_widths = np.arange(FINE_STEP, 3 * TILE, FINE_STEP)
     each = widths.are_alike(all_widths)

@@ -30,7 +30,7 @@ def of_many_sizes(tokens: int, kept: KvShape = KEPT) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kept", [KEPT, (1, 1, 48), (2, 8, 64)])
-def test_values_are_those_of_torchs_float8(dtype: torch.dtype, kept: KvShape) -> None:
+def test_values_equal_torch_float8(dtype: torch.dtype, kept: KvShape) -> None:
     values = of_many_sizes(40, kept)
     scales = (values.abs().amax(-1, keepdim=True) / 448).bfloat16().float()
     rounded = (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float()
@@ -38,7 +38,7 @@ def test_values_are_those_of_torchs_float8(dtype: torch.dtype, kept: KvShape) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_value_is_further_off_than_half_a_place(dtype: torch.dtype) -> None:
+def test_no_value_is_off_by_more_than_half_a_unit(dtype: torch.dtype) -> None:
     values = of_many_sizes(40).clamp(-1e4, 1e4)
     largest = values.abs().amax(-1, keepdim=True)
     difference = (kept_as(values, dtype).float() - values).abs()
@@ -58,7 +58,7 @@ def test_a_token_is_written_to_its_slot_and_to_no_other() -> None:
     assert not rows[others].any()
 
 
-def test_what_is_kept_of_a_token_does_not_depend_on_those_written_with_it() -> None:
+def test_stored_token_does_not_depend_on_others_in_batch() -> None:
     values = of_many_sizes(12)
     together = kept_as(values)
     assert all(torch.equal(kept_as(values[i : i + 1])[0], together[i]) for i in range(12))
@@ -73,7 +73,7 @@ def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
     assert not nothing.any(), "what was never written"
 
 
-def test_too_large_values_become_the_largest() -> None:
+def test_too_large_values_are_clamped() -> None:
     values = torch.full((1, *KEPT), -1e30)
     values[0, 0, 0, 1] = float("inf")
     found = kept_as(values)
@@ -81,7 +81,7 @@ def test_too_large_values_become_the_largest() -> None:
     assert found[0, 0, 0, 1] > 0
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_nan_is_preserved() -> None:
     values = of_many_sizes(2)
     values[0, 1, 2, 3] = float("nan")
     found = kept_as(values, torch.bfloat16)
@@ -89,7 +89,7 @@ def test_a_nan_is_not_hidden() -> None:
     assert found.isnan().sum() == KEPT[2]
 
 
-def test_the_setting_chooses() -> None:
+def test_setting_selects_kv_format() -> None:
     assert isinstance(kv_format(torch.bfloat16, "auto"), PlainKv)
     assert isinstance(kv_format(torch.bfloat16, "fp8"), Fp8Kv)
     assert isinstance(kv_format(torch.bfloat16, "fp8_e4m3"), Fp8Kv)

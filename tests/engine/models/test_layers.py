@@ -81,7 +81,7 @@ def test_an_mlp_is_added_to_sums_like_any_function() -> None:
     assert torch.allclose(added, plain, rtol=2e-2, atol=2e-2)
 
 
-def test_a_packed_product_that_adds_otherwise_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_product_with_other_sums_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.products.dense._packable", {})
     monkeypatch.setattr(PackedLinear, "add_to", lambda self, sums, x: sums)
     assert isinstance(prepare_linear(torch.randn(8, 8)), DenseLinear)
@@ -98,7 +98,7 @@ def test_many_rows_are_normalized_like_few(dtype: torch.dtype) -> None:
     assert torch.equal(many, few)
 
 
-def test_rms_norm_and_swiglu() -> None:
+def test_rms_norm_and_swiglu_equal_reference() -> None:
     x, weight = torch.randn(5, 32), torch.randn(32)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
     assert torch.allclose(rms_norm(x, weight, 1e-6), expected, atol=1e-5)
@@ -109,7 +109,7 @@ def test_rms_norm_and_swiglu() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-4, 1.0, 1e15])
-def test_rms_norm_of_small_and_large_states(scale: float) -> None:
+def test_rms_norm_of_small_and_large_states_is_accurate(scale: float) -> None:
     x, weight = torch.randn(3, 64, dtype=torch.float64) * scale, torch.ones(64)
     expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
     assert torch.allclose(rms_norm(x.float(), weight, 1e-6), expected.float(), rtol=1e-5, atol=0)

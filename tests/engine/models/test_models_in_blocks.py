@@ -45,7 +45,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         ("deepseek3", "bfloat16"),
     ],
 )
-def test_they_are_close_to_the_reference(
+def test_blocked_models_are_close_to_reference(
     name: str,
     dtype: str,
     blocks: list[torch.Tensor],
@@ -64,7 +64,7 @@ def test_they_are_close_to_the_reference(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied-llama3"])
-def test_tied_embeddings_are_there_once(
+def test_tied_embeddings_are_stored_once(
     name: str, blocks: list[torch.Tensor], checkpoint: SaveModel, driver: LoadDriver
 ) -> None:
     engine = driver(checkpoint(name).directory, dtype="bfloat16")
@@ -84,7 +84,7 @@ def test_tied_embeddings_are_there_once(
         ("deepseek3", {}),
     ],
 )
-def test_they_can_be_batch_invariant(
+def test_blocked_models_can_be_batch_invariant(
     name: str,
     settings: dict[str, str],
     blocks: list[torch.Tensor],
@@ -107,7 +107,7 @@ def test_they_can_be_batch_invariant(
     assert torch.equal(torch.cat(parts), alone), "in chunks, beside another"
 
 
-def test_adapters_are_as_if_merged(
+def test_adapters_equal_merged_weights(
     blocks: list[torch.Tensor],
     checkpoint: SaveModel,
     driver: LoadDriver,

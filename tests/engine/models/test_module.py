@@ -31,7 +31,7 @@ class Parent(Module, finds_hooks=True):
         return doubled * self.weight
 
 
-def test_replaced_parts_are_found_again() -> None:
+def test_replaced_submodules_are_found() -> None:
     module = Parent()
     module.weight = weight_of(torch.full((2,), 3.0))
     module.child = nn.Identity()
@@ -49,7 +49,7 @@ def test_replaced_parts_are_found_again() -> None:
     assert not hasattr(module, "table")
 
 
-def test_hooks_of_a_module_and_of_all_are_run() -> None:
+def test_module_and_global_hooks_are_run() -> None:
     module, seen = Parent(), []
     hook = module.child.register_forward_hook(lambda *given: seen.append(given[2].tolist()))
     everywhere = nn.modules.module.register_module_forward_hook(
@@ -70,7 +70,7 @@ def test_a_module_can_have_its_own_forward() -> None:
     assert Parent()(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_a_hook_of_a_summand_sees_its_own_result() -> None:
+def test_hook_of_added_product_sees_result_without_sum() -> None:
     product, seen = DenseLinear(torch.eye(2), None), []
     x, sums = torch.ones(1, 2), torch.full((1, 2), 5.0)
     product.register_forward_hook(lambda *given: seen.append(given[2].tolist()))

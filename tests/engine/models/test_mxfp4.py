@@ -42,7 +42,7 @@ def random_weights(outputs: int, inputs: int) -> Mxfp4Weights:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_byte_below_every_scale_is_what_the_format_says(dtype: torch.dtype) -> None:
+def test_every_code_and_scale_expands_as_specified(dtype: torch.dtype) -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, -1, -1)
     scales = torch.arange(255, dtype=torch.uint8).view(255, 1).expand(-1, 16).contiguous()
     expected = torch.tensor(
@@ -55,14 +55,14 @@ def test_every_byte_below_every_scale_is_what_the_format_says(dtype: torch.dtype
     assert torch.equal(Mxfp4Weights(blocks.contiguous(), scales).expanded(dtype), expected)
 
 
-def test_the_scale_of_no_number_makes_none() -> None:
+def test_nan_scale_gives_nan() -> None:
     blocks, scales = torch.full((1, 1, 16), 0x22, dtype=torch.uint8), torch.tensor([[255]])
     whole = Mxfp4Weights(blocks, scales.to(torch.uint8)).expanded(torch.float32)
     assert whole.isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_products_are_those_of_the_expanded_weight(
+def test_products_equal_those_of_expanded_weight(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.models.products.mxfp4._AT_ONCE", 64 * 30)
@@ -101,7 +101,7 @@ def test_int8_rounds_experts(checkpoint: SaveModel, driver: LoadDriver) -> None:
     assert all(isinstance(each.down_proj, kinds) for each in experts(engine))
 
 
-def test_blocks_that_do_not_fit_their_scales_are_refused_by_name(
+def test_blocks_with_mismatched_scales_are_refused_by_name(
     checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     directory = checkpoint("gpt-oss-mxfp4").directory
@@ -118,7 +118,7 @@ def test_blocks_that_do_not_fit_their_scales_are_refused_by_name(
         SafetensorsCheckpoint(tmp_path, read_spec(tmp_path))
 
 
-def test_other_families_do_not_take_the_format(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_other_families_refuse_mxfp4(checkpoint: SaveModel, tmp_path: Path) -> None:
     config = json.loads((checkpoint("llama").directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -126,7 +126,7 @@ def test_other_families_do_not_take_the_format(checkpoint: SaveModel, tmp_path: 
         read_spec(tmp_path)
 
 
-def test_more_parts_than_blocks_are_refused_at_the_start(checkpoint: SaveModel) -> None:
+def test_more_shards_than_blocks_are_refused_at_start(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("gpt-oss-mxfp4").directory)  # 96 inner outputs: three blocks
     widths = [TensorSharding(spec, rank, 2).spec.moe for rank in range(2)]
     assert [moe.intermediate_size for moe in widths if moe is not None] == [32, 64]

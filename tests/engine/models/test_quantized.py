@@ -95,19 +95,19 @@ def _assert_equal(
 
 @pytest.mark.parametrize("order", ["", "plain", "random"])
 @pytest.mark.parametrize(("bits", "version"), [(4, 1), (4, 2), (8, 1)])
-def test_gptq(model: WriteModel, bits: int, version: int, order: str) -> None:
+def test_gptq_weights_are_read(model: WriteModel, bits: int, version: int, order: str) -> None:
     config = {**GPTQ, "bits": bits, "checkpoint_format": ["", "gptq", "gptq_v2"][version]}
     _assert_equal(
         *model(config, lambda s, i: gptq(s, bits=bits, version=version, order=order, seed=i))
     )
 
 
-def test_awq(model: WriteModel) -> None:
+def test_awq_weights_are_read(model: WriteModel) -> None:
     _assert_equal(*model(AWQ, lambda shape, seed: awq(shape, seed=seed)))
 
 
 @pytest.mark.parametrize("block", [None, (40, 24), (128, 128)])
-def test_fp8(model: WriteModel, block: tuple[int, int] | None) -> None:
+def test_fp8_weights_are_read(model: WriteModel, block: tuple[int, int] | None) -> None:
     config = {"quant_method": "fp8", "weight_block_size": list(block) if block else None}
     _assert_equal(*model(config, lambda shape, seed: fp8(shape, block=block, seed=seed)))
 
@@ -144,7 +144,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_compressed_tensors_is_what_its_package_makes_of_it(model: WriteModel, name: str) -> None:
+def test_compressed_tensors_are_read_like_its_package(model: WriteModel, name: str) -> None:
     form, arguments = SCHEMES[name]
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
 
@@ -174,7 +174,7 @@ def _compress(dense: torch.Tensor, scheme: QuantizationScheme, form: str) -> Wri
     return Written({name: part.contiguous() for name, part in packed.items()}, weight.float())
 
 
-def test_nvfp4(model: WriteModel) -> None:
+def test_nvfp4_weights_are_read(model: WriteModel) -> None:
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     table = torch.cat((table, -table))
 
@@ -195,7 +195,7 @@ def test_nvfp4(model: WriteModel) -> None:
     _assert_equal(*model({**COMPRESSED, "format": "nvfp4-pack-quantized"}, write))
 
 
-def test_zero_biases_and_scales_of_a_cache_may_lie_beside(model: WriteModel) -> None:
+def test_zero_biases_and_cache_scales_are_ignored(model: WriteModel) -> None:
     prefix = "model.layers.0."
     more = {
         f"{prefix}self_attn.o_proj.bias": torch.zeros(64),
@@ -239,7 +239,7 @@ def _changed(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Write
         (_changed("qweight", lambda words: words.float()), "packed weights are"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_by_name(
+def test_mismatched_parts_are_refused_by_name(
     model: WriteModel, write: WriteWeight, named: str
 ) -> None:
     directory, spec, expected = model(GPTQ, write)
@@ -263,7 +263,7 @@ def test_parts_that_do_not_fit_are_refused_by_name(
         ("awq", "not an object"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_loading(
+def test_unsupported_quantization_is_refused_before_loading(
     tmp_path: Path, quantization: dict[str, Any], named: str
 ) -> None:
     (tmp_path / "config.json").write_text(
@@ -277,7 +277,7 @@ def test_what_cannot_be_read_is_refused_before_loading(
     ("quantization", "write"),
     [(GPTQ, gptq), (AWQ, awq)],
 )
-def test_weights_of_4_bits_are_to_be_had_as_stored(
+def test_4_bit_weights_can_be_read_as_stored(
     model: WriteModel, quantization: dict[str, Any], write: Callable[..., Written]
 ) -> None:
     directory, spec, expected = model(quantization, lambda shape, seed: write(shape, seed=seed))
@@ -289,7 +289,7 @@ def test_weights_of_4_bits_are_to_be_had_as_stored(
     assert checkpoint.int4("model.embed_tokens.weight") is None
 
 
-def test_weights_in_another_order_or_of_more_bits_are_not(model: WriteModel) -> None:
+def test_reordered_or_wider_weights_cannot_be_read_as_stored(model: WriteModel) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     directory, spec, _ = model(GPTQ, lambda s, i: gptq(s, order="random", seed=i))
     assert SafetensorsCheckpoint(directory, spec).int4(name) is None

@@ -13,13 +13,13 @@ from engine.models.products.row_padding import pad_rows, padded_rows
 SMALL, LARGE = 192 * 320, 896 * 9728
 
 
-def test_small_products_have_few_numbers_of_rows() -> None:
+def test_small_products_use_few_row_counts() -> None:
     sizes = {padded_rows(rows, SMALL) for rows in range(17, 513)}
     assert sizes == set(range(32, 513, 32))
 
 
 @pytest.mark.parametrize("num_weights", [1, SMALL, 500_000, LARGE])
-def test_padding_is_cheap_and_never_takes_rows_away(num_weights: int) -> None:
+def test_padding_is_cheap_and_never_removes_rows(num_weights: int) -> None:
     for rows in range(1025):
         added = padded_rows(rows, num_weights) - rows
         assert 0 <= added < 32
@@ -36,7 +36,7 @@ def test_decodes_of_few_rows_and_large_products_stay_as_they_are() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 32, 45, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prepare", [DenseLinear, prepare_linear, prepare_int8])
-def test_results_are_those_of_the_rows_alone(
+def test_padded_results_equal_those_of_unpadded_rows(
     prepare: Callable[[torch.Tensor, torch.Tensor], Rows], dtype: torch.dtype, rows: int
 ) -> None:
     generator = torch.Generator().manual_seed(rows)

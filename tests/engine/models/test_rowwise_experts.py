@@ -10,7 +10,7 @@ from engine.models.rowwise_experts import RowwiseExperts
 EXPERTS, CHOICES, HIDDEN, INNER = 6, 2, 48, 32
 
 
-def test_each_number_of_tokens_has_the_bits_of_one() -> None:
+def test_token_has_same_bits_in_batches_of_any_size() -> None:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator)
     down = torch.randn(EXPERTS, INNER, HIDDEN, generator=generator)

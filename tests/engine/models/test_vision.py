@@ -72,7 +72,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ("internvl", (32, 32)),
     ],
 )
-def test_embeddings_of_images_agree(
+def test_image_embeddings_agree_with_transformers(
     name: str, sizes: tuple[int, int], checkpoint: SaveModel
 ) -> None:
     model, (height, width) = checkpoint(name), sizes
@@ -88,7 +88,7 @@ def test_embeddings_of_images_agree(
     assert (embeddings - expected).abs().max() < 1e-3
 
 
-def test_what_the_encoder_takes_is_read_from_the_config(checkpoint: SaveModel) -> None:
+def test_image_input_format_is_read_from_config(checkpoint: SaveModel) -> None:
     vision = read_spec(checkpoint("smolvlm").directory).vision
     assert vision is not None
     assert (vision.token_id, vision.max_tokens) == (IMAGE_TOKEN, 4)
@@ -96,7 +96,7 @@ def test_what_the_encoder_takes_is_read_from_the_config(checkpoint: SaveModel) -
     assert [vision.num_tokens(*size) for size in sizes] == [4, 1, 0, 0, 0, 0]
 
 
-def test_configs_that_are_not_served_are_refused_by_name() -> None:
+def test_unsupported_configs_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="text_config of model_type 'qwen2'"):
         parse_spec(given(text_config={**TEXT, "model_type": "qwen2"}), {})
     with pytest.raises(UnsupportedModel, match="image_size 36 is not a multiple of patch_size 4"):
@@ -127,7 +127,7 @@ QWEN_3B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_qwen_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+def test_published_qwen_config_is_read(caplog: pytest.LogCaptureFixture) -> None:
     found = parse_spec(QWEN_3B, {})
     assert not caplog.records
     assert found.tie_word_embeddings
@@ -159,7 +159,7 @@ QWEN2_2B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_qwen2_vl_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+def test_published_qwen2_vl_config_is_read(caplog: pytest.LogCaptureFixture) -> None:
     found = parse_spec(QWEN2_2B, {})
     assert not caplog.records
     assert found.distinct_ropes[0].sections == (16, 24, 24)
@@ -187,14 +187,14 @@ def test_qwen2_vl_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -
         ({"vision_config": {"out_hidden_size": 2048, "window_size": 14}}, "window_size 14 is less"),
     ],
 )
-def test_configs_of_qwen_that_are_not_served_are_refused_by_name(
+def test_unsupported_qwen_configs_are_refused_by_name(
     changes: dict[str, Any], refusal: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=refusal):
         parse_spec({**QWEN_3B, **changes}, {})
 
 
-def test_the_largest_image_of_qwen_is_what_its_processor_makes(checkpoint: SaveModel) -> None:
+def test_largest_qwen_image_equals_that_of_its_processor(checkpoint: SaveModel) -> None:
     directory = checkpoint("qwen2.5-vl").directory
     vision = read_spec(directory).vision
     assert vision is not None
@@ -221,7 +221,7 @@ GEMMA3_4B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_gemma_3_is_read_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
+def test_published_gemma_3_config_is_read(caplog: pytest.LogCaptureFixture) -> None:
     vision = parse_spec(GEMMA3_4B, {}).vision
     assert not caplog.records
     assert isinstance(vision, SiglipSpec)
@@ -288,7 +288,7 @@ INTERNVL_1B: dict[str, Any] = {
     ],
     ids=["LLaVA", "Mistral", "InternVL"],
 )
-def test_models_with_towers_of_transformers_are_read_as_they_are_published(
+def test_published_configs_with_transformers_towers_are_read(
     config: dict[str, Any],
     token_id: int,
     size: tuple[int, int],
@@ -305,7 +305,7 @@ def test_models_with_towers_of_transformers_are_read_as_they_are_published(
     assert vision.max_tokens >= tokens
 
 
-def test_llavas_that_are_not_served_read_text_or_are_refused_by_name() -> None:
+def test_unsupported_llavas_serve_text_or_are_refused_by_name() -> None:
     assert parse_spec({**LLAVA_7B, "vision_feature_select_strategy": "full"}, {}).vision is None
     with pytest.raises(UnsupportedModel, match="text_config of model_type 'phi3' is not supported"):
         parse_spec({**LLAVA_7B, "text_config": {"model_type": "phi3"}}, {})
@@ -342,7 +342,7 @@ def test_towers_whose_weights_do_not_fit_are_refused(checkpoint: SaveModel, tmp_
     ],
     ids=["Qwen", "Gemma, published", "Gemma, newer"],
 )
-def test_tensors_are_found_by_other_names(
+def test_tensors_are_found_under_alternative_names(
     name: str, names: dict[str, str], checkpoint: SaveModel, tmp_path: Path
 ) -> None:
     saved = checkpoint(name).directory
@@ -360,7 +360,7 @@ def test_tensors_are_found_by_other_names(
     assert torch.equal(one, other)
 
 
-def test_files_may_have_no_encoder(checkpoint: SaveModel, tmp_path: Path) -> None:
+def test_files_can_lack_the_encoder(checkpoint: SaveModel, tmp_path: Path) -> None:
     saved = checkpoint("gemma3-vision").directory
     tensors = load_file(saved / "model.safetensors")
     text = {name: each for name, each in tensors.items() if name.startswith("language_model.")}
@@ -373,7 +373,7 @@ def test_files_may_have_no_encoder(checkpoint: SaveModel, tmp_path: Path) -> Non
     assert has_vision(tmp_path, vision, replace(settings, load_format="dummy"))
 
 
-def test_pixels_are_normalized_as_the_files_say(tmp_path: Path) -> None:
+def test_pixels_are_normalized_as_configured_in_files(tmp_path: Path) -> None:
     assert read_normalization(tmp_path, Normalization()).deviation == (0.5, 0.5, 0.5)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps({"rescale_factor": 0.5, "image_mean": [1, 2, 3]}))

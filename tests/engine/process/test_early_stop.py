@@ -19,12 +19,12 @@ from engine.shared.lifeline import Lifeline
 from tests.support.waiting import PATIENCE
 
 
-def test_a_stop_ends_what_is_running() -> None:
+def test_stop_interrupts_running_code() -> None:
     with pytest.raises(SystemExit):
         EarlyStop().request()
 
 
-def test_a_stop_waits_for_what_holds_it() -> None:
+def test_stop_waits_for_deferred_sections() -> None:
     early_stop, passed = EarlyStop(), []
 
     def start() -> None:
@@ -40,7 +40,7 @@ def test_a_stop_waits_for_what_holds_it() -> None:
     assert passed == ["inner", "outer"]
 
 
-def test_a_hold_without_a_stop_changes_nothing() -> None:
+def test_deferred_section_without_stop_changes_nothing() -> None:
     early_stop = EarlyStop()
     with early_stop.deferred():
         pass
@@ -70,7 +70,7 @@ sys.exit(main.run(EngineConfig(cluster=cluster), Lifeline(None)))
 """
 
 
-def test_a_stop_that_a_library_has_lost_ends_the_engine_all_the_same(tmp_path: Path) -> None:
+def test_stop_swallowed_by_library_still_ends_engine(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LOSES_THE_FIRST, str(tmp_path)], stdout=subprocess.PIPE
     ) as process:
@@ -114,7 +114,7 @@ sys.exit(main.run(EngineConfig(cluster=cluster), Lifeline(None)))
 """
 
 
-def test_a_stop_that_comes_as_the_engine_leaves_lets_it_clean_up(tmp_path: Path) -> None:
+def test_stop_during_exit_allows_cleanup(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASKED_AGAIN_AS_IT_LEAVES, str(tmp_path)],
         stdout=subprocess.PIPE, timeout=PATIENCE, check=False,
@@ -122,7 +122,7 @@ def test_a_stop_that_comes_as_the_engine_leaves_lets_it_clean_up(tmp_path: Path)
     assert (done.returncode, done.stdout) == (0, b"stopped\n")
 
 
-def test_front_ends_that_left_are_not_asked_again() -> None:
+def test_stop_is_not_retried_after_startup() -> None:
     again: list[float] = []
     early_stop = EarlyStop(again.append)
     with pytest.raises(SystemExit):
@@ -157,7 +157,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
     return processes
 
 
-def test_an_engine_stopped_while_its_workers_start_leaves_none(
+def test_engine_stopped_while_workers_start_leaves_no_worker(
     started: "list[subprocess.Popen[bytes]]",
 ) -> None:
     config = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=3))
@@ -167,7 +167,7 @@ def test_an_engine_stopped_while_its_workers_start_leaves_none(
     assert [each.poll() is not None for each in started] == [True, True]
 
 
-def test_a_team_whose_second_worker_cannot_start_leaves_none(
+def test_team_with_failed_second_worker_leaves_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     processes: list[subprocess.Popen[bytes]] = []
@@ -186,7 +186,7 @@ def test_a_team_whose_second_worker_cannot_start_leaves_none(
     assert processes[0].poll() is not None
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused_before_workers_start(
+def test_indivisible_heads_are_refused_before_workers_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:

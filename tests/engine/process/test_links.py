@@ -21,7 +21,7 @@ def greeted(links: FrontEndLinks, now: float) -> dict[int, RouteHello]:
     return dict(each for each in links.tick(RANK, now) if isinstance(each, SendHello))
 
 
-def test_an_engine_that_does_not_serve_yet_greets_and_asks_nothing() -> None:
+def test_engine_greets_front_ends_before_it_serves_without_waiting_for_them() -> None:
     links = lines_to(0, 1)
     assert greeted(links, 0.0) == {
         0: RouteHello(RANK, INCARNATION, 1),
@@ -32,7 +32,7 @@ def test_an_engine_that_does_not_serve_yet_greets_and_asks_nothing() -> None:
     assert links.take_unconfirmed(GRACE * 2) is None
 
 
-def test_front_ends_are_asked_often_until_each_has_answered() -> None:
+def test_hellos_are_repeated_until_each_front_end_has_answered() -> None:
     links = lines_to(0, 1)
     links.serve(10.0)
     assert all(hello.wants_reply for hello in greeted(links, 10.0).values())
@@ -47,13 +47,13 @@ def test_front_ends_are_asked_often_until_each_has_answered() -> None:
     assert not any(hello.wants_reply for hello in greeted(links, 12.0).values())
 
 
-def test_an_engine_without_front_ends_waits_for_none() -> None:
+def test_engine_without_front_ends_does_not_wait() -> None:
     links = lines_to()
     links.serve(10.0)
     assert links.take_unconfirmed(10.0) == []
 
 
-def test_front_ends_that_do_not_answer_are_named_after_the_grace() -> None:
+def test_silent_front_ends_are_named_after_grace_period() -> None:
     links = lines_to(0, 3)
     links.serve(10.0)
     links.answered(RouteTaken(session=1))
@@ -61,7 +61,7 @@ def test_front_ends_that_do_not_answer_are_named_after_the_grace() -> None:
     assert links.take_unconfirmed(10.0 + GRACE) == [3]
 
 
-def test_a_front_end_that_left_is_not_waited_for_but_its_successor_is() -> None:
+def test_engine_waits_for_successor_of_departed_front_end() -> None:
     links = lines_to(0, 1)
     links.serve(10.0)
     links.answered(RouteTaken(session=1))
@@ -76,7 +76,7 @@ def test_a_front_end_that_left_is_not_waited_for_but_its_successor_is() -> None:
     assert links.take_unconfirmed(20.03) == []
 
 
-def test_an_engine_that_drains_says_so_at_once_and_from_then_on() -> None:
+def test_draining_is_announced_immediately_and_in_later_hellos() -> None:
     links = lines_to(0)
     greeted(links, 0.0)
     links.drain(0.1)

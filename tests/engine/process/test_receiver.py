@@ -86,7 +86,7 @@ class World:
     def front_end(self) -> FrontEndEntry:
         return FrontEndEntry(0, 5, self._addresses)
 
-    def until_ready_is_told(self) -> None:
+    def until_ready_is_reported(self) -> None:
         while not isinstance(self.receive(self.registration, MemberMessage)[1], Ready):
             pass
 
@@ -104,10 +104,10 @@ def world(tmp_path: Path) -> Iterator[World]:
         context.destroy(linger=0)
 
 
-def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: World) -> None:
+def test_engine_is_ready_once_its_front_end_routes_to_it(world: World) -> None:
     world.welcome([world.front_end])
     world.receiver.submit(Serve(SETUP))
-    world.until_ready_is_told()
+    world.until_ready_is_reported()
     asked, session = 0, 0
     while asked < 5:  # the coordinator knows, but the front end has not heard of it yet
         sender, greeting = world.receive(world.requests, RouteHello)
@@ -118,7 +118,7 @@ def test_an_engine_can_be_counted_on_once_its_front_end_routes_to_it(world: Worl
     assert world.routed.wait(GUARD)
 
 
-def test_an_engine_without_front_ends_can_be_counted_on_at_once(world: World) -> None:
+def test_engine_without_front_ends_is_ready_immediately(world: World) -> None:
     world.welcome([])
     assert not world.routed.is_set()
     world.receiver.submit(Serve(SETUP))

@@ -84,7 +84,7 @@ def joined() -> Reception:
     return reception
 
 
-def test_an_engine_asks_to_join_until_it_is_welcomed() -> None:
+def test_engine_repeats_hello_until_welcomed() -> None:
     reception = new_reception()
     (first,) = reception.handle(Tick(), 10.0)
     assert isinstance(first, Register)
@@ -94,7 +94,7 @@ def test_an_engine_asks_to_join_until_it_is_welcomed() -> None:
     assert len(reception.handle(Tick(), 10.0 + HELLO_INTERVAL)) == 1
 
 
-def test_a_welcomed_engine_follows_the_coordinator_and_connects_before_it_greets() -> None:
+def test_welcomed_engine_subscribes_and_connects_before_hellos() -> None:
     reception = new_reception()
     actions = reception.handle(welcome(entry(0)), 0.0)
     assert actions[:5] == [
@@ -114,7 +114,7 @@ def test_an_engine_that_is_refused_for_good_stops() -> None:
     assert stop == Deliver(Stop("the coordinator refused this engine: wrong model"))
 
 
-def test_an_engine_that_serves_goes_on_when_a_restarted_coordinator_refuses_it(
+def test_serving_engine_continues_if_restarted_coordinator_refuses_it(
     joined: Reception,
 ) -> None:
     joined.handle(Serve(SETUP), 0.1)
@@ -128,7 +128,7 @@ def test_an_engine_that_serves_goes_on_when_a_restarted_coordinator_refuses_it(
 
 
 @pytest.mark.parametrize(("at", "follows"), [("publish", False), ("elsewhere", True)])
-def test_a_restarted_coordinator_is_followed_where_it_is_new(
+def test_restarted_coordinator_is_followed_at_its_new_address(
     joined: Reception, at: str, follows: bool
 ) -> None:
     (hello, *_) = joined.handle(HeartbeatAck(known=False, epoch=EPOCH + 1), 1.0)
@@ -197,9 +197,7 @@ def test_a_restarted_coordinator_learns_the_newest_wave(joined: Reception) -> No
     assert hello.message.wave == 12
 
 
-def test_what_nobody_knows_ends_nothing(
-    joined: Reception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_events_are_ignored(joined: Reception, caplog: pytest.LogCaptureFixture) -> None:
     assert joined.handle(cast("Event", object()), 0.1) == []
     assert "object ignored" in caplog.text
 
@@ -211,7 +209,7 @@ def adapter_table(revision: int) -> AdapterTable:
     return AdapterTable(revision, [AdapterEntry(1, "sql", "sql", "v1", "serving")])
 
 
-def test_an_engine_that_starts_knows_the_newest_sheet_of_adapters() -> None:
+def test_starting_engine_gets_newest_adapter_table() -> None:
     reception = new_reception()
     reception.handle(replace(welcome(), adapters=adapter_table(3)), 0.0)
     assert reception.adapter_table == adapter_table(3)

@@ -30,7 +30,7 @@ class SilentInbox(SimpleQueue[InboxItem]):
         raise Empty
 
 
-def test_an_engine_says_now_and_then_that_no_coordinator_answers(
+def test_absence_of_coordinator_is_logged_periodically(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()

@@ -32,13 +32,13 @@ def test_tokens_that_complete_a_word_are_found(
     assert bool(BadWords(words, VOCAB)) == any(words)
 
 
-def test_tokens_outside_the_vocabulary_are_left_out() -> None:
+def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     assert not BadWords([(1, 9), (9,), ()], VOCAB)
     assert not NO_BAD_WORDS
     assert BadWords([(9, 1)], VOCAB).completing(np.array([9], np.int32)).tolist() == [1]
 
 
-def test_many_words_cost_a_step_no_more_than_one() -> None:
+def test_many_bad_words_cost_as_much_as_one() -> None:
     output = np.full(300, 5, np.int32)
     words = BadWords([(7, token) for token in range(100_000)], 100_000)
 

@@ -88,7 +88,7 @@ ALL_CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), ALL_CASES)
-def test_a_token_is_computed_and_drawn_in_the_same_way_in_any_company(
+def test_token_is_computed_and_sampled_alike_in_any_batch(
     name: str,
     settings: dict[str, Any],
     checkpoint: SaveModel,
@@ -134,7 +134,7 @@ def test_capped_scores_are_refused_on_cpus(checkpoint: SaveModel, driver: LoadDr
         driver(checkpoint("gemma2").directory, batch_invariant=True)
 
 
-def test_rows_beside_each_other_do_not_matter_to_a_product() -> None:
+def test_product_rows_do_not_affect_each_other() -> None:
     def row_sums_by_count(x: torch.Tensor) -> torch.Tensor:
         return x.sum(dim=1, keepdim=True) * (1 + len(x) * 1e-3)
 
@@ -162,7 +162,7 @@ def test_sizes_that_agree_are_all_used() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (320, 192), (600, 450)])
-def test_a_row_of_a_product_has_the_same_bits_among_any_number(
+def test_product_row_has_same_bits_in_batch_of_any_size(
     outputs: int, inputs: int, threads: int
 ) -> None:
     before = torch.get_num_threads()
@@ -210,7 +210,7 @@ def test_functions_with_one_kernel_are_tried_once() -> None:
         (torch.bfloat16, (4, 4), 48, False),
     ],
 )
-def test_tokens_attend_in_one_product_with_the_bits_of_each_by_itself(
+def test_joint_attention_has_bits_of_single_tokens(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, has_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads

@@ -30,7 +30,7 @@ def random_rows(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000, 32_000])
-def test_logits_and_their_probabilities_draw_the_same(
+def test_logits_and_probabilities_sample_the_same(
     vocab: int, dtype: torch.dtype, draw: DrawFromLogits
 ) -> None:
     logits, temperature, uniforms = random_rows(40, vocab, dtype)
@@ -41,7 +41,7 @@ def test_logits_and_their_probabilities_draw_the_same(
     assert (drawn == expected).sum() >= 39
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(draw: DrawFromLogits) -> None:
+def test_token_frequencies_match_probabilities(draw: DrawFromLogits) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)) * 2
     uniforms = (np.arange(100_000) + 0.5) / 100_000
     drawn = draw(logits.expand(len(uniforms), -1), np.full(len(uniforms), 0.8), uniforms)
@@ -56,7 +56,7 @@ def test_forbidden_tokens_are_never_drawn(draw: DrawFromLogits) -> None:
     assert set(drawn.tolist()) == {17, 131, 299}
 
 
-def test_logits_are_left_as_they_were(draw: DrawFromLogits) -> None:
+def test_logits_are_not_modified(draw: DrawFromLogits) -> None:
     logits, temperature, uniforms = random_rows(4, 300)
     before = logits.clone()
     draw(logits, temperature, uniforms)
@@ -64,9 +64,7 @@ def test_logits_are_left_as_they_were(draw: DrawFromLogits) -> None:
 
 
 @pytest.mark.parametrize("offset", [-1e4, -33.0, -24.0, 24.0, 33.0, 1e4])
-def test_draws_are_the_same_however_far_from_zero_the_logits_are(
-    offset: float, draw: DrawFromLogits
-) -> None:
+def test_offset_of_logits_does_not_change_samples(offset: float, draw: DrawFromLogits) -> None:
     logits, _, uniforms = random_rows(40, 1000)
     moved = logits + offset
     ones = np.ones(40)

@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"dtype": "float32"}, False),
     ],
 )
-def test_models_in_bfloat16_are_drawn_from_by_the_kernel_unless_told_not_to(
+def test_bfloat16_models_are_sampled_by_kernel_unless_disabled(
     options: dict[str, Any], is_compiled: bool, calls: list[int]
 ) -> None:
     (answer,), _ = serve(BUNDLED_MODEL, [request(1, SOME_TEXT[:5], max_tokens=4)], **options)
@@ -48,12 +48,12 @@ def test_models_in_bfloat16_are_drawn_from_by_the_kernel_unless_told_not_to(
     assert bool(calls) == is_compiled
 
 
-def test_a_device_and_other_types_are_left_to_torch() -> None:
+def test_devices_and_other_dtypes_use_torch() -> None:
     assert drawing_for(torch.bfloat16, torch.device("cuda")) is WITH_TORCH
     assert drawing_for(torch.float16, CPU) is WITH_TORCH
 
 
-def test_without_numba_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_samples_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     assert drawing_for.__wrapped__(torch.bfloat16, CPU) is WITH_TORCH
 

@@ -29,7 +29,7 @@ def all_logits(engine: Driver, prompt: MakePrompt) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_a_cpu(
+def test_logits_equal_those_of_a_cpu(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     directory = checkpoint(name).directory
@@ -63,7 +63,7 @@ def test_logits_in_16_bits_are_as_close_as_on_a_cpu(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3", "gpt-oss", "deepseek3"])
-def test_an_8_bit_cache_holds_what_it_does_on_a_cpu(
+def test_8_bit_cache_equals_that_of_a_cpu(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     directory = checkpoint(name).directory

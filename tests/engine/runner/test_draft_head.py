@@ -79,7 +79,7 @@ def drafted(
 
 
 @pytest.mark.parametrize(("drafts", "num_blocks"), [(1, 300), (5, 40)])
-def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
+def test_proposals_equal_formula_for_chunks_prefixes_and_batches(
     target: Checkpoint,
     head: Eagle3Reference,
     proposals: Proposals,
@@ -112,7 +112,7 @@ def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
     ],
     ids=str,
 )
-def test_logits_are_those_of_the_formula_in_every_published_form(
+def test_logits_equal_formula_in_every_published_format(
     target: Checkpoint, tmp_path: Path, proposals: Proposals, form: dict[str, Any]
 ) -> None:
     made = save_eagle3(target, tmp_path, seed=3, **{"layer_ids": [1, 2, 3], **form})
@@ -129,7 +129,7 @@ def test_logits_are_those_of_the_formula_in_every_published_form(
 
 
 @pytest.mark.parametrize(("batch_invariant", "num_blocks"), [(False, 40), (True, 200)])
-def test_no_token_changes_however_it_is_drawn(
+def test_drafting_changes_no_token_with_any_sampling(
     target: Checkpoint, head: Eagle3Reference, num_blocks: int, batch_invariant: bool
 ) -> None:
     plain, _ = serve(
@@ -145,7 +145,7 @@ def test_no_token_changes_however_it_is_drawn(
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "gpt-oss"])
-def test_it_goes_with_other_families(
+def test_eagle3_head_works_with_other_families(
     name: str, checkpoint: SaveModel, tmp_path: Path, proposals: Proposals
 ) -> None:
     """With windows, latents, sinks and experts."""
@@ -162,7 +162,7 @@ def test_it_goes_with_other_families(
 
 
 @pytest.mark.parametrize("options", [{}, {"speculative_model_quantization": "int8"}], ids=str)
-def test_in_sixteen_and_eight_bits_it_is_right_too(
+def test_head_is_accurate_in_16_and_8_bits(
     target: Checkpoint, head: Eagle3Reference, options: dict[str, Any]
 ) -> None:
     answers, stats = serve(
@@ -173,7 +173,7 @@ def test_in_sixteen_and_eight_bits_it_is_right_too(
     assert stats.counters.spec_accepted_tokens > 0
 
 
-def test_a_request_goes_on_elsewhere_with_the_same_tokens(
+def test_moved_request_continues_with_same_tokens(
     target: Checkpoint, head: Eagle3Reference, proposals: Proposals
 ) -> None:
     prompt = SOME_TEXT[:20] * 2
@@ -219,7 +219,7 @@ def tokens_of(core: EngineCore, id: int) -> list[int]:
     return tokens
 
 
-def test_requests_that_are_aborted_leave_nothing_to_others(
+def test_aborted_requests_do_not_affect_others(
     core: EngineCore, target: Checkpoint, head: Eagle3Reference, proposals: Proposals
 ) -> None:
     """Their slots and blocks can be reused at any moment."""
@@ -270,7 +270,7 @@ def test_outputs_follow_their_grammars(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_memory_of_the_cache_holds_the_heads_blocks_and_a_state_for_each(
+def test_cache_memory_includes_head_blocks_and_states(
     target: Checkpoint, head: Eagle3Reference
 ) -> None:
     config = settings(target.directory, head, CacheConfig(kv_cache_memory_bytes=16 << 20))

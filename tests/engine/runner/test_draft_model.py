@@ -58,7 +58,9 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(plain: list[Answ
         ("mistral-window", "llama"),
     ],
 )
-def test_it_may_be_of_another_family(served: str, drafting: str, checkpoint: SaveModel) -> None:
+def test_draft_model_can_be_of_other_family(
+    served: str, drafting: str, checkpoint: SaveModel
+) -> None:
     target, other = checkpoint(served).directory, checkpoint(drafting).directory
     requests = [
         request(id, SOME_TEXT[: 9 + 7 * id], temperature=id % 2 * 0.8, max_tokens=30)
@@ -70,7 +72,7 @@ def test_it_may_be_of_another_family(served: str, drafting: str, checkpoint: Sav
     assert stats.counters.spec_draft_tokens > 0
 
 
-def test_its_blocks_are_those_of_layers_without_a_window(checkpoint: SaveModel) -> None:
+def test_draft_model_uses_blocks_of_layers_without_window(checkpoint: SaveModel) -> None:
     """A model with windows drafts for itself: so it is right as long as it finds its own keys."""
     directory = checkpoint("gemma3").directory
     prompt = SOME_TEXT * 2
@@ -98,7 +100,7 @@ def test_its_blocks_are_those_of_layers_without_a_window(checkpoint: SaveModel) 
     ("served", "windows"),
     [("gemma3", (20, 20, None)), ("mistral-window", (None,)), ("llama", (None,))],
 )
-def test_windows_free_blocks_where_others_keep_theirs(
+def test_windows_free_blocks_that_other_groups_keep(
     served: str, windows: tuple[int | None, ...], checkpoint: SaveModel
 ) -> None:
     drafting = str(checkpoint("llama").directory)
@@ -115,7 +117,7 @@ def test_windows_free_blocks_where_others_keep_theirs(
     executor.shutdown()
 
 
-def test_it_may_be_a_copy_in_few_bits(plain: list[Answer]) -> None:
+def test_draft_model_can_be_a_quantized_copy(plain: list[Answer]) -> None:
     drafted, stats = serve_all(
         speculative_model=str(BUNDLED_MODEL), speculative_model_quantization="int8"
     )
@@ -125,7 +127,7 @@ def test_it_may_be_a_copy_in_few_bits(plain: list[Answer]) -> None:
     assert counters.spec_accepted_tokens < counters.spec_draft_tokens
 
 
-def test_it_finds_cached_prefixes_too() -> None:
+def test_draft_model_finds_cached_prefixes() -> None:
     """Sequences with a cached prefix are drafted as well as the original one."""
     prompt = SOME_TEXT * 2
     requests = [request(id, [*prompt, 70 + id], max_tokens=8, temperature=0) for id in range(20)]
@@ -169,7 +171,7 @@ def answers(core: EngineCore, *requests: AddRequest) -> dict[int, list[int]]:
     return tokens
 
 
-def test_after_skipped_drafts_the_next_are_as_good(plain: list[Answer]) -> None:
+def test_drafts_after_skipped_ones_are_as_accurate(plain: list[Answer]) -> None:
     drafted, stats = serve_all(
         num_blocks=40,
         speculative_model=str(BUNDLED_MODEL),
@@ -183,7 +185,7 @@ def test_after_skipped_drafts_the_next_are_as_good(plain: list[Answer]) -> None:
     assert counters.preemptions > 0
 
 
-def test_blocks_that_filled_while_drafts_were_skipped_can_be_drafted_from() -> None:
+def test_blocks_filled_during_skipped_drafts_can_be_used() -> None:
     config = settings(CacheConfig(num_kv_blocks=300, block_size=4), max_drafting=1)
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
@@ -200,7 +202,7 @@ def test_blocks_that_filled_while_drafts_were_skipped_can_be_drafted_from() -> N
     executor.shutdown()
 
 
-def test_the_memory_of_the_cache_holds_both_models_blocks() -> None:
+def test_cache_memory_includes_blocks_of_both_models() -> None:
     spec = read_spec(BUNDLED_MODEL)
     executor = InProcessExecutor(settings(CacheConfig(kv_cache_memory_bytes=16 << 20)))
     block = bytes_per_block(spec, 16, PlainKv(torch.float32))

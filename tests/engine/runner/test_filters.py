@@ -68,7 +68,7 @@ def some_rows(rows: int, vocab: int, forbidden: float = 0.0) -> Rows:
 
 @pytest.mark.parametrize("forbidden", [0.0, 0.9, 0.999])
 @pytest.mark.parametrize("vocab", [1, 7, 64, 300, 1000, 32_000, 50_257])
-def test_kernels_and_torch_draw_the_same(vocab: int, forbidden: float) -> None:
+def test_kernels_and_torch_sample_the_same(vocab: int, forbidden: float) -> None:
     rows = some_rows(100, vocab, forbidden)
     drawn, expected = by_kernels()(*rows), draw_filtered(*rows)
     # A draw, or a cut, may fall on the rounded boundary between two tokens.
@@ -77,7 +77,7 @@ def test_kernels_and_torch_draw_the_same(vocab: int, forbidden: float) -> None:
 
 @pytest.mark.parametrize("cached_bytes", [1, 3 * 4 * 300, 1 << 20])
 @pytest.mark.parametrize("vocab", [300, 32_000])
-def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
+def test_token_of_row_does_not_depend_on_other_rows(
     vocab: int, cached_bytes: int, any_draw: DrawFiltered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(categorical, "_CACHED_BYTES", cached_bytes)
@@ -86,7 +86,7 @@ def test_a_rows_token_does_not_depend_on_the_rows_beside_it(
     assert any_draw(*rows).tolist() == alone
 
 
-def test_logits_of_16_bits_and_their_copies_draw_the_same(any_draw: DrawFiltered) -> None:
+def test_16_bit_logits_and_float32_copies_sample_the_same(any_draw: DrawFiltered) -> None:
     rows = some_rows(200, 4000)
     copied = rows._replace(logits=rows.logits.float())
     assert torch.equal(any_draw(*rows), any_draw(*copied))
@@ -105,7 +105,7 @@ def test_equal_logits_are_all_kept(
     assert set(drawn.tolist()) == {3, 70, 71, 299}
 
 
-def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
+def test_rows_with_no_allowed_token_get_a_valid_token(
     any_draw: DrawFiltered,
 ) -> None:
     logits = torch.full((3, 300), -torch.inf)
@@ -118,7 +118,7 @@ def test_rows_of_which_nothing_may_be_drawn_get_a_token_of_the_vocabulary(
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("offset", [-5.0, 0.0, 300.0])
-def test_kernels_find_a_cut_among_as_many_as_there_are(scale: float, offset: float) -> None:
+def test_kernels_find_cutoff_in_large_vocabularies(scale: float, offset: float) -> None:
     logits = (scale * normal(6, 32_000) + offset).bfloat16()
     top_k, top_p = np.array([20, 0, 5000, 0, 32_000, 0]), np.array([0.9, 0.9, 1.0, 0.001, 0.5, 1.0])
     filters = Filters(top_k, top_p, np.zeros(6))

@@ -53,7 +53,7 @@ def test_every_kind_of_attention_is_close(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_in_fewer_bits_change_nothing_about_it(
+def test_quantized_weights_work_with_fp8_cache(
     quantization: str, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     options = {"dtype": "bfloat16", "quantization": quantization}
@@ -67,7 +67,7 @@ def test_weights_in_fewer_bits_change_nothing_about_it(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek3"])
-def test_a_cached_prefix_gives_the_bits_of_one_that_was_computed(
+def test_cached_prefix_gives_same_bits_as_computed_one(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     engine = driver(checkpoint(name).directory, kv_cache_dtype="fp8")
@@ -80,7 +80,7 @@ def test_a_cached_prefix_gives_the_bits_of_one_that_was_computed(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "deepseek3"])
-def test_tokens_see_their_own_chunk_as_later_ones_will(
+def test_tokens_see_own_chunk_with_cache_precision(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     """Were a chunk's own keys and values attended to before they are rounded, decodes would differ
@@ -109,7 +109,7 @@ def test_tokens_see_their_own_chunk_as_later_ones_will(
     ],
     ids=["few blocks", "nothing cached", "overlapped", "n-grams", "chunks", "draft model"],
 )
-def test_engines_say_the_same_however_steps_are_scheduled(
+def test_scheduling_does_not_change_answers(
     options: dict[str, Any], checkpoint: SaveModel, prompt: MakePrompt
 ) -> None:
     directory, counted = checkpoint("llama").directory, {}
@@ -152,7 +152,7 @@ def test_the_same_memory_has_nearly_twice_the_blocks() -> None:
     assert blocks["fp8"] > 1.85 * blocks["auto"]  # heads of 32: 34 bytes in place of 64
 
 
-def test_what_keeps_no_keys_and_values_is_refused_with_both_settings() -> None:
+def test_fp8_cache_is_refused_for_executors_without_kv() -> None:
     config = EngineConfig(
         cache=CacheConfig(kv_cache_dtype="fp8"), executor=ExecutorConfig(executor="simulated")
     )

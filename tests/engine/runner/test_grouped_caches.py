@@ -35,7 +35,7 @@ def test_answers_are_batch_invariant(name: str, checkpoint: SaveModel) -> None:
     assert stats.counters.prefix_cache_hits == 0
 
 
-def test_a_request_goes_on_in_another_engine(checkpoint: SaveModel) -> None:
+def test_request_continues_on_another_engine(checkpoint: SaveModel) -> None:
     directory, requests = checkpoint("gemma3").directory, requests_with_common_beginnings()
     whole, _ = serve(directory, requests, dtype="float32")
     for cut in (1, 23, 59):

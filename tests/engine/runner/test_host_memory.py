@@ -10,7 +10,7 @@ from engine.runner.host_memory import keep_freed_memory, untouched_zeros
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-def test_freed_memory_is_used_again_without_page_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     keep_freed_memory()
 
     def faults_of_a_step() -> int:

@@ -54,7 +54,7 @@ def logits_in_steps(
 
 @pytest.mark.parametrize("chunks", [(90,), (12, 3, 2, 1, 1, 71), (1,) * 90, (20, 20, 20, 30)])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_a_prompt_with_images_agree(
+def test_logits_of_prompts_with_images_agree_with_transformers(
     name: str,
     chunks: tuple[int, ...],
     checkpoint: SaveModel,
@@ -101,7 +101,7 @@ def test_batches_mix_sequences_with_images_and_without(
 @pytest.mark.parametrize(
     ("chunks", "cached"), [((62,), 0), ((10, 30, 22), 0), ((1,) * 62, 0), ((14,), 48)]
 )
-def test_tokens_of_images_of_any_shape_have_rows_and_columns(
+def test_image_tokens_of_any_shape_have_2d_positions(
     chunks: tuple[int, ...],
     cached: int,
     checkpoint: SaveModel,
@@ -124,7 +124,7 @@ def test_tokens_of_images_of_any_shape_have_rows_and_columns(
     ("chunks", "cached"),
     [((90,), 0), ((13, 17, 32, 16, 12), 0), ((10, 80), 0), ((29, 61), 0), ((50,), 40), ((26,), 64)],
 )
-def test_tokens_of_images_of_gemma_see_all_of_their_image(
+def test_gemma_image_tokens_attend_to_entire_image(
     chunks: tuple[int, ...],
     cached: int,
     checkpoint: SaveModel,
@@ -143,7 +143,7 @@ def test_tokens_of_images_of_gemma_see_all_of_their_image(
     assert (logits - expected[cached:]).abs().max() < 1e-3
 
 
-def test_tokens_of_images_of_gemma_get_the_same_bits_behind_a_cached_part_of_it(
+def test_gemma_image_tokens_have_same_bits_after_cached_prefix(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     tokens = text(prompt, 21) + shown(16) + text(prompt, 4)
@@ -157,7 +157,7 @@ def test_tokens_of_images_of_gemma_get_the_same_bits_behind_a_cached_part_of_it(
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-vision"])
-def test_texts_get_the_same_bits_next_to_sequences_with_images(
+def test_text_sequences_have_same_bits_next_to_images(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model, plain = checkpoint(name), text(prompt, 31)
@@ -171,7 +171,7 @@ def test_texts_get_the_same_bits_next_to_sequences_with_images(
     assert torch.equal(beside[36:], alone)
 
 
-def test_a_slot_shows_nothing_of_the_sequence_before(
+def test_slot_keeps_no_image_of_previous_sequence(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint("smolvlm")
@@ -185,7 +185,7 @@ def test_a_slot_shows_nothing_of_the_sequence_before(
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
 @pytest.mark.parametrize("name", TOKENS)
-def test_a_text_model_in_few_bits_is_shown_images(
+def test_quantized_text_model_accepts_images(
     name: str,
     options: dict[str, Any],
     checkpoint: SaveModel,
@@ -224,7 +224,7 @@ def test_a_text_model_in_4_bits_is_as_exact_with_images_as_with_text(
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_text_models_that_are_stored_in_fp8_are_shown_images(
+def test_fp8_text_models_accept_images(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, tmp_path: Path
 ) -> None:
     model, count = checkpoint(name), TOKENS[name]

@@ -54,14 +54,14 @@ def test_bytes_of_a_block_count_keys_and_values_of_all_layers() -> None:
     assert bytes_per_block(SPEC, 16, PlainKv(torch.float32)) == 2 * bytes_per_block(SPEC, 16, BF16)
 
 
-def test_8_bits_take_half_of_16_and_2_bytes_for_each_head() -> None:
+def test_8_bit_cache_takes_half_of_16_bits_plus_2_bytes_per_head() -> None:
     in_16, in_8 = (bytes_per_block(SPEC, 16, each) for each in (BF16, FP8))
     assert in_8 == in_16 // 2 + 2 * 16 * 2 * 2 * 2
     cache = allocate_cache(SPEC, 5, 16, FP8, CPU)
     assert sum(layer.nbytes for layer in cache) == 5 * in_8
 
 
-def test_a_latent_and_one_key_are_kept_in_place_of_heads(checkpoint: SaveModel) -> None:
+def test_latent_models_cache_one_latent_and_one_key(checkpoint: SaveModel) -> None:
     spec = read_spec(checkpoint("deepseek3").directory)
     assert spec.num_heads == 4
     kept = 32 + 16  # latent and rotated key; 4 heads of 40 and 20 would be 5 times as many
@@ -71,7 +71,7 @@ def test_a_latent_and_one_key_are_kept_in_place_of_heads(checkpoint: SaveModel) 
     assert sum(layer.nbytes for layer in cache) == 5 * num_bytes
 
 
-def test_a_token_of_deepseek_v3_takes_576_values_a_layer() -> None:
+def test_deepseek_v3_caches_576_values_per_token_and_layer() -> None:
     published = parse_spec(
         {
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -97,11 +97,11 @@ def test_a_token_of_deepseek_v3_takes_576_values_a_layer() -> None:
     assert bytes_per_block(published, 1, BF16) == 61 * 576 * 2
 
 
-def test_set_number_of_blocks_wins() -> None:
+def test_explicit_number_of_blocks_wins() -> None:
     assert count(num_kv_blocks=50, kv_cache_memory_bytes=800) == 50
 
 
-def test_set_bytes_win_over_free_memory() -> None:
+def test_explicit_bytes_win_over_free_memory() -> None:
     assert count(kv_cache_memory_bytes=1234) == 12
 
 
@@ -125,12 +125,12 @@ def test_layers_of_different_cache_groups_share_memory() -> None:
     assert bytes_per_block(spec, 16, BF16) * 2 == bytes_per_block(SPEC, 16, BF16)
 
 
-def test_no_more_than_can_ever_be_used() -> None:
+def test_number_of_blocks_is_limited_to_what_can_be_used() -> None:
     assert count(available=10**9) == 7 * 4
 
 
 @pytest.mark.parametrize("cache", [{"num_kv_blocks": 6}, {"kv_cache_memory_bytes": 699}])
-def test_one_sequence_has_to_fit(cache: dict[str, Any]) -> None:
+def test_cache_must_hold_one_sequence(cache: dict[str, Any]) -> None:
     with pytest.raises(NotEnoughMemory, match="needs 7 blocks"):
         count(**cache)
 
@@ -142,7 +142,7 @@ def test_engines_of_a_node_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cache_takes_memory_only_when_used(dtype: torch.dtype) -> None:
+def test_cache_memory_is_allocated_on_first_use(dtype: torch.dtype) -> None:
     def resident() -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -9,7 +9,9 @@ from engine.runner.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 7, 100])
-def test_rows_are_reported_the_same_in_parts(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_are_equal_if_computed_in_parts(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, vocab = 7, 300
     logits = (4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))).bfloat16()
     chosen, alternatives = np.arange(rows) * 40, np.array([0, 5, 1, 20, 0, 300, 2])
@@ -25,6 +27,6 @@ def test_rows_are_reported_the_same_in_parts(at_once: int, monkeypatch: pytest.M
     assert token_logprobs(logits, chosen, alternatives, named) == whole
 
 
-def test_no_rows_have_none() -> None:
+def test_no_rows_give_no_logprobs() -> None:
     nothing = np.empty(0, np.int64)
     assert token_logprobs(torch.empty(0, 300), nothing, nothing) == []

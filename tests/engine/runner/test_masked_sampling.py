@@ -84,7 +84,7 @@ def draw(
     ],
     ids=str,
 )
-def test_only_what_is_allowed_is_drawn(
+def test_only_allowed_tokens_are_sampled(
     table: SlotTable, sampling: dict[str, object], dtype: torch.dtype
 ) -> None:
     logits = random_logits(5, dtype)
@@ -96,7 +96,7 @@ def test_only_what_is_allowed_is_drawn(
     assert [drawn[0], drawn[3]] == [unmasked[0], unmasked[3]]
 
 
-def test_all_rows_may_have_a_mask(table: SlotTable) -> None:
+def test_all_rows_can_have_a_mask(table: SlotTable) -> None:
     allowed = {row: [row, 100 + row] for row in range(5)}
     drawn = draw(table, random_logits(5), allowed)
     assert all(token in allowed[row] for row, token in enumerate(drawn))
@@ -123,14 +123,14 @@ def test_the_relative_odds_of_allowed_tokens_stay_the_same(table: SlotTable) -> 
     assert 0.65 < counts[10] / 480 < 0.81  # e / (1 + e) = 0.731
 
 
-def test_a_minimum_length_yields_when_only_the_end_is_left(table: SlotTable) -> None:
+def test_min_tokens_yields_if_only_end_token_is_allowed(table: SlotTable) -> None:
     logits = random_logits(3)
     drawn = draw(table, logits, {0: [EOS], 1: [EOS, 20]}, min_tokens=30, temperature=0.0)
     assert drawn[:2] == [EOS, 20]
     assert drawn[2] != EOS
 
 
-def test_a_row_that_may_draw_nothing_harms_no_other(table: SlotTable) -> None:
+def test_row_without_allowed_tokens_does_not_affect_others(table: SlotTable) -> None:
     logits = random_logits(3)
     drawn = draw(table, logits, {1: []})
     others = draw(table, logits, {0: list(range(VOCAB))})
@@ -210,7 +210,7 @@ def test_a_real_model_follows_grammars_with_overlap_and_with_drafts() -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"speculative_ngram": 4}])
-def test_tokens_that_were_not_followed_in_time_are_drawn_again(
+def test_tokens_without_mask_in_time_are_sampled_again(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RegexGrammar("[a-z]{3,5}-[0-9]{2}")

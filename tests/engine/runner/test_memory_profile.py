@@ -9,7 +9,7 @@ from tests.engine.fixtures import LoadDriver, SaveModel
 @pytest.mark.parametrize(
     ("max_num_seqs", "budget", "length"), [(4, 100, 256), (8, 5, 256), (2, 900, 100), (1, 64, 64)]
 )
-def test_the_largest_step_has_all_tokens_and_draws(
+def test_heaviest_plan_has_all_tokens_and_samples(
     max_num_seqs: int, budget: int, length: int
 ) -> None:
     plan, num_blocks = heaviest_plan(
@@ -25,7 +25,7 @@ def test_the_largest_step_has_all_tokens_and_draws(
     assert taken == list(range(num_blocks))
 
 
-def test_a_model_can_run_it(checkpoint: SaveModel, driver: LoadDriver) -> None:
+def test_model_can_run_heaviest_plan(checkpoint: SaveModel, driver: LoadDriver) -> None:
     engine = driver(checkpoint("llama").directory)
     plan, num_blocks = heaviest_plan(
         max_num_seqs=8, max_num_batched_tokens=300, max_model_len=256, block_size=8
@@ -34,7 +34,7 @@ def test_a_model_can_run_it(checkpoint: SaveModel, driver: LoadDriver) -> None:
     assert len(engine.runner.run(plan).token_ids) == 8
 
 
-def test_the_cache_gets_what_is_left() -> None:
+def test_cache_gets_remaining_memory() -> None:
     gib = 2**30
     left = free_for_cache(total=80 * gib, utilization=0.9, peak=20 * gib, others=gib)
     assert left == 51 * gib

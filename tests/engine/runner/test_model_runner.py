@@ -68,7 +68,7 @@ def test_unfinished_prompt_draws_nothing(engine: Driver, prompt: MakePrompt) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe"])
-def test_draws_are_the_same_whether_all_states_of_a_step_are_computed_or_only_theirs(
+def test_computing_only_needed_states_does_not_change_samples(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     def step(prompt_logprobs: int | None) -> tuple[BatchResult, BatchResult]:
@@ -111,7 +111,7 @@ def test_seeded_tokens_do_not_depend_on_batch_or_restart(
     assert engine.tokens[9][15:] == alone
 
 
-def test_new_sequence_in_a_slot_inherits_nothing(
+def test_new_sequence_in_slot_inherits_nothing(
     engine: Driver, model: Checkpoint, prompt: MakePrompt
 ) -> None:
     heavy = sampling(logit_bias={3: 100.0}, logprobs=1, repetition_penalty=1.5, min_tokens=40)
@@ -125,7 +125,7 @@ def test_new_sequence_in_a_slot_inherits_nothing(
     assert engine.tokens[0][14:] == model.greedy(prompt(14), 10)
 
 
-def test_sequence_may_fill_the_model_to_its_last_position(
+def test_sequence_can_fill_the_model_to_its_last_position(
     engine: Driver, prompt: MakePrompt
 ) -> None:
     engine.start(0, prompt(255))
@@ -135,7 +135,9 @@ def test_sequence_may_fill_the_model_to_its_last_position(
 
 
 @pytest.mark.parametrize(("tokens", "named"), [([1, 256], "vocabulary"), ([-1], "vocabulary")])
-def test_foreign_token_ids_are_refused(tokens: list[int], named: str, engine: Driver) -> None:
+def test_token_ids_outside_vocabulary_are_refused(
+    tokens: list[int], named: str, engine: Driver
+) -> None:
     start = SlotStart(0, tokens, len(tokens), sampling())
     with pytest.raises(ValueError, match=named):
         engine.runner.run(BatchPlan(0, [start], [], [], [], [], []))

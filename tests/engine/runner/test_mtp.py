@@ -64,7 +64,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> MtpReference:
 
 
 @pytest.mark.parametrize("mtp", [FORMS[0], FORMS[3]], indirect=True, ids=["latent", "heads"])
-def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
+def test_proposals_equal_formula_for_chunks_prefixes_and_batches(
     mtp: MtpReference, proposals: Proposals
 ) -> None:
     requests = [
@@ -84,7 +84,7 @@ def test_it_proposes_what_its_formula_says_of_chunks_prefixes_and_batches(
     assert 0 < counters.spec_accepted_tokens < counters.spec_draft_tokens
 
 
-def test_its_logits_are_those_of_the_formula(mtp: MtpReference, proposals: Proposals) -> None:
+def test_mtp_logits_equal_formula(mtp: MtpReference, proposals: Proposals) -> None:
     requests = [request(1, SOME_TEXT, temperature=0.0)]
     serve(
         mtp.directory, requests, dtype="float32", speculative_method="mtp", num_speculative_tokens=1
@@ -94,7 +94,7 @@ def test_its_logits_are_those_of_the_formula(mtp: MtpReference, proposals: Propo
         assert (logits[0] - mtp.drafts(after, 1)[1]).abs().max() < 1e-3
 
 
-def test_no_token_changes_however_it_is_drawn(glm: MtpReference) -> None:
+def test_drafting_changes_no_token_with_any_sampling(glm: MtpReference) -> None:
     plain, _ = serve(glm.directory, every_kind(), dtype="float32")
     drafted, stats = serve(
         glm.directory, every_kind(), dtype="float32", num_blocks=40, max_slowdown=0,
@@ -116,7 +116,7 @@ def settings(directory: Path, **model: Any) -> EngineConfig:
     )
 
 
-def test_its_layer_may_be_rounded_with_the_model(glm: MtpReference) -> None:
+def test_mtp_layer_is_quantized_with_the_model(glm: MtpReference) -> None:
     config = settings(glm.directory, device="cpu", quantization="int8")
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
@@ -159,7 +159,7 @@ def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     [({"load_format": "dummy"}, "--load-format"), ({"model_impl": "transformers"}, "--model-impl")],
     ids=str,
 )
-def test_settings_that_it_does_not_work_with_are_named(
+def test_incompatible_settings_are_named(
     glm: MtpReference, model: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):

@@ -24,7 +24,7 @@ from tests.engine.triton_device import HAS_DEVICE
         (20, (1, 2, 4, 8, 16, 20)),
     ],
 )
-def test_few_sizes_cover_all_batches(most: int, sizes: tuple[int, ...]) -> None:
+def test_few_graph_sizes_cover_all_batches(most: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(most) == sizes
     for rows in range(1, most + 1):
         size = padded_size(rows, sizes)
@@ -33,14 +33,14 @@ def test_few_sizes_cover_all_batches(most: int, sizes: tuple[int, ...]) -> None:
     assert padded_size(most + 1, sizes) is None
 
 
-def test_batches_beyond_the_largest_recording_are_launched_one_by_one() -> None:
+def test_batches_larger_than_all_graphs_run_eagerly() -> None:
     sizes = graph_sizes(4096)
     assert sizes[-1] == 256
     assert len(sizes) < 40
     assert padded_size(257, sizes) is None
 
 
-def test_tokens_after_images_are_turned_by_fewer_positions_than_they_attend_to(
+def test_rotary_positions_after_images_are_below_sequence_positions(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     engine = driver(checkpoint("qwen2.5-vl").directory)
@@ -59,7 +59,7 @@ def test_tokens_after_images_are_turned_by_fewer_positions_than_they_attend_to(
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="there, recorded steps are compared with eager ones")
-def test_padding_computes_what_the_step_computes_and_writes_nowhere_else(
+def test_padding_changes_no_results_and_no_other_blocks(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     plain, padded = (driver(checkpoint("llama").directory) for _ in range(2))

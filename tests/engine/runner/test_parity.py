@@ -83,7 +83,7 @@ an architecture is computed token by token."""
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_at_once_and_in_uneven_chunks_and_greedy_tokens_agree(
+def test_full_and_chunked_logits_and_greedy_tokens_agree(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint(name)
@@ -149,7 +149,7 @@ def test_lengths_far_apart_are_split_into_groups(
         assert generated == model.greedy(prompt(length), 11, generated), length
 
 
-def test_capped_scores_are_computed_some_at_a_time(
+def test_capped_scores_are_computed_in_parts(
     checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.models.attention.paged._MAX_PLAIN_SCORES", 3000)
@@ -193,7 +193,7 @@ def test_half_precision_stays_close(
     ids=["overlapped", "drafted"],
 )
 @pytest.mark.parametrize("name", KINDS_OF_ATTENTION)
-def test_engines_agree_however_steps_are_scheduled(
+def test_scheduling_does_not_change_tokens(
     name: str, scheduling: dict[str, Any], checkpoint: SaveModel, prompt: MakePrompt
 ) -> None:
     model = checkpoint(name)
@@ -208,7 +208,7 @@ def test_engines_agree_however_steps_are_scheduled(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_bfloat16_is_as_close_to_exact_as_the_reference_is(
+def test_bfloat16_is_as_accurate_as_the_reference(
     name: str, checkpoint: SaveModel, driver: LoadDriver, prompt: MakePrompt
 ) -> None:
     model = checkpoint(name)
@@ -234,7 +234,7 @@ def test_bfloat16_is_as_close_to_exact_as_the_reference_is(
     assert own < (5 if engine.runner.model.sparse_layers else 1.15) * other
 
 
-def test_the_bundled_model_says_the_same_in_bfloat16() -> None:
+def test_bundled_model_gives_same_answers_in_bfloat16() -> None:
     """64 greedy tokens each, but where two tokens are as likely as bfloat16 can tell."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained

@@ -35,7 +35,7 @@ def test_the_last_state_is_the_embedding_in_chunks_and_with_cached_prefixes(tmp_
             np.testing.assert_allclose(vector(found[index + 1]), wanted, atol=1e-4)
 
 
-def test_means_of_a_decoder_are_made_in_one_step(tmp_path: Path) -> None:
+def test_mean_pooling_of_decoder_is_computed_in_one_step(tmp_path: Path) -> None:
     reference = save_pooling_model("Qwen3", tmp_path)
     mean = {"pooler_config": '{"pooling_type": "MEAN", "normalize": false}'}
     found = vectors_of(tmp_path, PROMPTS, model=mean, max_num_batched_tokens=24)
@@ -55,7 +55,7 @@ def test_a_decoder_classifies_by_its_last_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
-def test_a_decoder_cut_over_processes_makes_the_same_vectors(kind: str, tmp_path: Path) -> None:
+def test_sharded_decoder_gives_same_vectors(kind: str, tmp_path: Path) -> None:
     save_pooling_model("Qwen3", tmp_path, kind)
     whole = vectors_of(tmp_path, PROMPTS, max_num_batched_tokens=24)
     cut = vectors_of(tmp_path, PROMPTS, max_num_batched_tokens=24, processes=2)
@@ -77,7 +77,7 @@ def rows(output: RequestOutput, size: int) -> Any:
     return vector(output).reshape(-1, size)
 
 
-def test_each_token_of_a_decoder_has_a_vector_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_decoder_returns_token_vectors_if_requested(tmp_path: Path) -> None:
     reference = save_pooling_model("Qwen3", tmp_path)
     requests = [pooling_request(i + 1, ids, per_token=True) for i, ids in enumerate(PROMPTS)]
     others = [pooling_request(i + 101, ids) for i, ids in enumerate(PROMPTS)]
@@ -116,7 +116,7 @@ def test_each_token_is_classified(tmp_path: Path) -> None:
         np.testing.assert_allclose(rows(found[index + 1], 3), wanted.numpy(), atol=1e-4)
 
 
-def test_only_tokens_that_end_a_step_have_vectors(tmp_path: Path) -> None:
+def test_only_final_tokens_of_a_step_have_vectors(tmp_path: Path) -> None:
     save_pooling_model("Qwen3", tmp_path)
     prompt = [9, 7, 8, 7, 5]
     requests = [

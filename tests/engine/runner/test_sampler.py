@@ -196,7 +196,7 @@ def test_presence_and_frequency_penalties_cover_output_only(start: Start, draw: 
     assert draw(logits, [0, 1], [frequency, presence]).token_ids.tolist() == [12, 12]
 
 
-def test_penalized_rows_leave_others_alone(start: Start, draw: Draw) -> None:
+def test_penalized_rows_do_not_affect_others(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [
         start(s, temperature=0.0, logit_bias={5: 100.0} if s == 1 else {}) for s in range(3)
@@ -221,7 +221,7 @@ def test_logit_bias_forces_and_bans(start: Start, draw: Draw) -> None:
     assert best != 3
 
 
-def test_endings_wait_for_min_tokens(start: Start, draw: Draw) -> None:
+def test_end_tokens_are_forbidden_before_min_tokens(start: Start, draw: Draw) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, EOS], logits[:, 20], logits[:, 30] = 9.0, 8.0, 7.0
     options = {"temperature": 0.0, "stop_token_ids": (20,), "min_tokens": 2}
@@ -305,7 +305,7 @@ def test_only_allowed_tokens_are_drawn(start: Start, draw: Draw) -> None:
     assert draw(logits, range(3), positions).token_ids.tolist() == expected
 
 
-def test_something_is_drawn_where_nothing_allowed_is_left(start: Start, draw: Draw) -> None:
+def test_a_token_is_sampled_even_if_none_is_allowed(start: Start, draw: Draw) -> None:
     options = {"allowed_token_ids": (EOS, 20), "stop_token_ids": (20,), "min_tokens": 3}
     positions = [start(slot, **options) for slot in range(20)]
     drawn = set(draw(random_logits(20), range(20), positions).token_ids.tolist())

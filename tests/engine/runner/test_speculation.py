@@ -10,7 +10,7 @@ FEW_BLOCKS = 40
 """So few that requests are preempted."""
 
 
-def test_answers_are_those_without_drafts() -> None:
+def test_answers_equal_those_without_drafts() -> None:
     options: dict[str, Any] = {"dtype": "float32", "num_blocks": FEW_BLOCKS}
     plain, before = serve(BUNDLED_MODEL, every_kind(), **options)
     drafted, after = serve(BUNDLED_MODEL, every_kind(), speculative_ngram=5, **options)
@@ -42,7 +42,7 @@ def test_answers_are_the_same_where_only_some_are_drafted_for() -> None:
     assert counters.preemptions > 0
 
 
-def test_a_request_goes_on_elsewhere_with_the_same_tokens() -> None:
+def test_moved_request_continues_with_same_tokens() -> None:
     prompt = SOME_TEXT[:20] * 2
     (whole,), _ = serve(BUNDLED_MODEL, [request(3, prompt)], dtype="float32", speculative_ngram=4)
     taken_over = request(3, prompt)
@@ -53,7 +53,7 @@ def test_a_request_goes_on_elsewhere_with_the_same_tokens() -> None:
     assert whole.tokens[:23] + rest.tokens == whole.tokens
 
 
-def test_in_16_bits_too_if_batches_make_no_difference() -> None:
+def test_batch_invariant_16_bit_answers_equal_those_without_drafts() -> None:
     requests = [
         request(id, SOME_TEXT[: 9 + 3 * id] * 2, temperature=id % 2 * 0.7) for id in range(8)
     ]

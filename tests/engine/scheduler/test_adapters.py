@@ -25,7 +25,7 @@ def adapters_of(rig: Rig, slots: list[int]) -> set[str]:
 # -- the slots alone ------------------------------------------------------------------------------
 
 
-def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
+def test_least_recently_used_adapter_is_evicted() -> None:
     slots = AdapterSlots(2)
     for version in (ONE, TWO, ONE):
         slots.begin_step([])
@@ -36,7 +36,7 @@ def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
     assert set(slots.residents) == {ONE, THREE}
 
 
-def test_a_pinned_adapter_stays_and_one_slot_is_left_for_others() -> None:
+def test_pinned_adapters_stay_and_leave_one_slot() -> None:
     slots = AdapterSlots(2)
     assert slots.pin(ONE)
     assert not slots.pin(TWO)
@@ -52,7 +52,7 @@ def test_a_pinned_adapter_stays_and_one_slot_is_left_for_others() -> None:
     assert set(slots.residents) == {THREE, TWO}
 
 
-def test_an_adapter_in_use_keeps_its_slot_for_a_turn_and_is_drained_then() -> None:
+def test_adapter_in_use_is_drained_after_its_time_slice() -> None:
     slots = AdapterSlots(1)
     slots.begin_step([])
     slots.take(ONE)
@@ -71,7 +71,7 @@ def test_an_adapter_in_use_keeps_its_slot_for_a_turn_and_is_drained_then() -> No
     assert not slots.admits(THREE), "the slot is for those that wait"
 
 
-def test_nobody_is_drained_for_an_adapter_that_is_not_waited_for_any_more() -> None:
+def test_no_adapter_is_drained_without_waiting_requests() -> None:
     slots = AdapterSlots(1)
     slots.begin_step([])
     slots.take(ONE)
@@ -82,7 +82,7 @@ def test_nobody_is_drained_for_an_adapter_that_is_not_waited_for_any_more() -> N
     assert slots.admits(ONE)
 
 
-def test_a_slot_that_is_filled_twice_in_a_plan_is_filled_once() -> None:
+def test_slot_filled_twice_in_a_plan_is_loaded_once() -> None:
     slots = AdapterSlots(1)
     slots.begin_step([])
     slot = slots.take(ONE)
@@ -149,7 +149,7 @@ def test_many_requests_over_more_adapters_than_slots_all_complete(
     rig.assert_idle()
 
 
-def test_rows_without_an_adapter_and_with_one_that_has_a_slot_do_not_wait(
+def test_requests_without_adapter_or_with_resident_one_do_not_wait(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(max_loras=1, adapters=VERSIONS[:2])
@@ -183,7 +183,7 @@ def test_a_hot_adapter_does_not_starve_another(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_long_outputs_give_way_after_their_turn_and_go_on_later(make_rig: MakeRig) -> None:
+def test_long_outputs_yield_their_slot_and_continue_later(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_model_len=1000, num_kv_blocks=400)
     rig.add(1, range(5), adapter=ONE, max_tokens=600)
     rig.step()
@@ -230,7 +230,7 @@ def test_preemption_and_speculation_keep_the_adapter(make_rig: MakeRig) -> None:
     rig.assert_idle()
 
 
-def test_a_suspect_runs_alone_with_its_adapter(make_rig: MakeRig) -> None:
+def test_suspect_runs_exclusively_with_its_adapter(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=VERSIONS[:2])
     rig.add(1, range(5), adapter=ONE, max_tokens=30)
     rig.step()
@@ -239,7 +239,7 @@ def test_a_suspect_runs_alone_with_its_adapter(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_more_urgent_requests_of_other_adapters_do_not_preempt_uselessly(make_rig: MakeRig) -> None:
+def test_urgent_requests_without_adapter_slot_preempt_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=VERSIONS[:2], max_num_seqs=2, scheduling_policy="priority")
     rig.add(1, range(5), adapter=ONE, priority=5, max_tokens=20)
     rig.add(2, range(5), adapter=ONE, priority=5, max_tokens=20)
@@ -252,7 +252,7 @@ def test_more_urgent_requests_of_other_adapters_do_not_preempt_uselessly(make_ri
     rig.assert_complete()
 
 
-def test_a_suspect_does_not_wait_for_adapters_that_wait_longer(make_rig: MakeRig) -> None:
+def test_suspect_does_not_queue_behind_other_adapters(make_rig: MakeRig) -> None:
     """Nobody else is computed before its turn is over: it would wait for ever."""
     rig = make_rig(max_loras=1, adapters=VERSIONS)
     rig.add(1, range(5), adapter=ONE, max_tokens=200)
@@ -266,14 +266,14 @@ def test_a_suspect_does_not_wait_for_adapters_that_wait_longer(make_rig: MakeRig
     rig.assert_idle()
 
 
-def test_a_request_for_what_the_engine_does_not_have_fails_alone(make_rig: MakeRig) -> None:
+def test_request_for_unknown_adapter_fails_without_affecting_others(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=[ONE])
     answer: Any = rig.add(1, range(5), adapter=TWO)
     assert answer.finish_reason == "error"
     rig.assert_idle()
 
 
-def test_an_adapter_is_put_into_a_slot_again_after_the_executor_slept(make_rig: MakeRig) -> None:
+def test_adapters_are_reloaded_into_slots_after_sleep(make_rig: MakeRig) -> None:
     rig = make_rig(max_loras=1, adapters=[ONE])
     rig.add(1, range(5), adapter=ONE, max_tokens=8)
     rig.step()

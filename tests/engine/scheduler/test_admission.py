@@ -13,7 +13,7 @@ def test_decodes_and_prefills_share_the_step_budget() -> None:
     assert budget.try_admit(1) == 0
 
 
-def test_a_cap_limits_prefills_together_and_never_decodes() -> None:
+def test_cap_limits_sum_of_prefills_and_never_decodes() -> None:
     budget = StepBudget(100, Grant(token_cap=10))
     assert budget.try_continue(6) == 6
     assert budget.can_admit
@@ -32,7 +32,7 @@ def test_a_cap_limits_prefills_together_and_never_decodes() -> None:
         (UNLIMITED, 5, 5),
     ],
 )
-def test_a_grant_holds_what_it_names(grant: Grant, partial: int, new: int) -> None:
+def test_grant_holds_only_what_it_names(grant: Grant, partial: int, new: int) -> None:
     assert StepBudget(100, grant).try_continue(5) == partial
     assert StepBudget(100, grant).try_admit(5) == new
     assert StepBudget(100, grant).can_admit == (new > 0)

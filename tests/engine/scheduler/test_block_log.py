@@ -24,7 +24,7 @@ def test_the_first_query_gets_all_names_and_later_ones_the_changes() -> None:
     assert log.since(2) is None
 
 
-def test_of_several_changes_of_a_block_the_last_counts() -> None:
+def test_last_change_of_a_block_counts() -> None:
     log = BlockLog([])
     for _ in range(2):
         log.changed(digest(1), is_stored=True)

@@ -19,7 +19,7 @@ def take(pool: BlockPool, count: int) -> list[int]:
     return blocks
 
 
-def test_kept_blocks_are_taken_last_and_in_order_of_release(
+def test_cached_blocks_are_allocated_last_in_order_of_release(
     pool: BlockPool, evicted: list[int]
 ) -> None:
     a, b, c, d = take(pool, 4)
@@ -34,9 +34,7 @@ def test_kept_blocks_are_taken_last_and_in_order_of_release(
     assert pool.cached_blocks() == set()
 
 
-def test_a_kept_block_that_is_used_again_is_not_evicted(
-    pool: BlockPool, evicted: list[int]
-) -> None:
+def test_reused_cached_block_is_not_evicted(pool: BlockPool, evicted: list[int]) -> None:
     a, b = take(pool, 2)
     pool.mark_cached(a)
     pool.release([a, b])
@@ -48,7 +46,7 @@ def test_a_kept_block_that_is_used_again_is_not_evicted(
     assert evicted == []
 
 
-def test_forgotten_contents_are_not_evicted_but_free(pool: BlockPool, evicted: list[int]) -> None:
+def test_blocks_with_forgotten_contents_are_free(pool: BlockPool, evicted: list[int]) -> None:
     a, b = take(pool, 2)
     pool.mark_cached(a)
     pool.mark_cached(b)

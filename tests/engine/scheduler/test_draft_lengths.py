@@ -58,7 +58,7 @@ class Trace:
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
-def test_no_other_lengths_yield_more_for_their_price(first: int) -> None:
+def test_chosen_draft_lengths_are_optimal(first: int) -> None:
     for seed in range(first, first + 100):
         check_choice(random.Random(seed))
 
@@ -102,7 +102,7 @@ def test_drafts_never_cost_more_than_a_few_percent(
 
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize(("decodes", "gain"), [(1, 2.2), (4, 1.6)])
-def test_a_gain_is_kept_where_there_is_one(prices: Prices, decodes: int, gain: float) -> None:
+def test_drafting_continues_where_it_pays(prices: Prices, decodes: int, gain: float) -> None:
     source = random.Random(decodes)
     trace = Trace(decodes, 4, prices)
     for number in range(200):
@@ -124,7 +124,7 @@ def test_a_text_that_becomes_predictable_is_noticed(prices: Prices, decodes: int
 
 
 @pytest.mark.parametrize("prices", [CPU, CPU_WITH_HEAD])
-def test_a_request_is_judged_by_its_own_drafts(prices: Prices) -> None:
+def test_draft_length_follows_acceptance_of_the_request(prices: Prices) -> None:
     trace = Trace(4, 4, prices)
     drafted = [0] * 4
     for number in range(200):
@@ -135,7 +135,7 @@ def test_a_request_is_judged_by_its_own_drafts(prices: Prices) -> None:
     assert max(drafted[:2] + drafted[3:]) < 50
 
 
-def test_a_new_request_begins_with_what_all_have_shown() -> None:
+def test_new_request_starts_with_average_acceptance() -> None:
     lengths = DraftLengths(4, CPU)
     assert lengths.decide(1, [Candidate(1, 4)]) == [4]
     for id in range(2, 60):
@@ -145,7 +145,7 @@ def test_a_new_request_begins_with_what_all_have_shown() -> None:
     assert max(drafts) <= 1
 
 
-def test_few_requests_are_drafted_for_where_many_are_not() -> None:
+def test_small_batches_are_drafted_for_and_large_ones_are_not() -> None:
     probabilities = [[0.3]] * 16
     lengths = [sum(choose(n, probabilities[:n], CPU).lengths) for n in (1, 2, 16)]
     assert lengths == [1, 2, 0]
@@ -153,7 +153,7 @@ def test_few_requests_are_drafted_for_where_many_are_not() -> None:
 
 
 @pytest.mark.parametrize("decodes", [1, 200])
-def test_what_costs_nothing_is_always_drafted(decodes: int) -> None:
+def test_free_drafts_are_always_made(decodes: int) -> None:
     trace = Trace(decodes, 4, Prices(0.0))
     for number in range(30):
         assert trace.step(number, lambda id, step: False) == [4] * decodes

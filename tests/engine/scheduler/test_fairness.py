@@ -52,7 +52,7 @@ def finish(rig: Any) -> None:
 # -- whose turn it is -----------------------------------------------------------------------------
 
 
-def test_a_flood_of_one_tenant_does_not_push_back_the_request_of_another(
+def test_flood_of_one_tenant_does_not_delay_others(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(max_num_seqs=2, max_num_batched_tokens=16)
@@ -64,7 +64,7 @@ def test_a_flood_of_one_tenant_does_not_push_back_the_request_of_another(
     finish(rig)
 
 
-def test_a_tenant_alone_is_served_as_if_there_were_no_others(make_rig: MakeRig) -> None:
+def test_single_tenant_is_not_limited(make_rig: MakeRig) -> None:
     named, plain = make_rig(num_kv_blocks=30), make_rig(num_kv_blocks=30)
     for id in range(20):
         named.add(id, prompt(9 + id, id), tenant=HOG)
@@ -74,7 +74,7 @@ def test_a_tenant_alone_is_served_as_if_there_were_no_others(make_rig: MakeRig) 
     assert not named.scheduler.has_work
 
 
-def test_requests_of_a_tenant_start_in_their_order(make_rig: MakeRig) -> None:
+def test_requests_of_a_tenant_start_in_order(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=1)
     for id in range(12):
         rig.add(id, prompt(3 + id % 4, id), max_tokens=1, tenant=id % 3)
@@ -84,7 +84,7 @@ def test_requests_of_a_tenant_start_in_their_order(make_rig: MakeRig) -> None:
         assert ended == sorted(ended)
 
 
-def test_tenants_get_equal_parts_whatever_the_length_of_their_prompts(make_rig: MakeRig) -> None:
+def test_tenants_get_equal_shares_for_any_prompt_lengths(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=400, max_num_batched_tokens=32, enable_prefix_caching=False)
     for id in range(300):
         length = 60 if id < 60 else 6
@@ -98,7 +98,7 @@ def test_tenants_get_equal_parts_whatever_the_length_of_their_prompts(make_rig: 
     finish(rig)
 
 
-def test_the_rest_of_a_long_prompt_takes_turns_with_short_ones_of_others(
+def test_rest_of_long_prompt_alternates_with_short_prompts(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(
@@ -117,7 +117,7 @@ def test_the_rest_of_a_long_prompt_takes_turns_with_short_ones_of_others(
     finish(rig)
 
 
-def test_nobody_fills_the_steps_of_others_with_prompts(make_rig: MakeRig) -> None:
+def test_no_tenant_fills_steps_of_others_with_prompts(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=64, num_kv_blocks=256, enable_prefix_caching=False)
     for id in range(3):
         rig.add(id, prompt(100, id), max_tokens=1, tenant=HOG)
@@ -165,7 +165,7 @@ def test_endless_newcomers_do_not_starve_waiting_requests(make_rig: MakeRig) -> 
     finish(rig)
 
 
-def test_nobody_saves_up_while_away() -> None:
+def test_absent_tenant_saves_no_credit() -> None:
     shares = Shares()
     for tenant in (HOG, GUEST):
         shares.add(tenant)
@@ -188,7 +188,7 @@ def in_debt(max_prefill: int) -> Shares:
     return shares
 
 
-def test_a_prompt_waits_for_those_of_others_unless_its_tenant_has_saved_enough() -> None:
+def test_prompt_waits_for_others_unless_its_tenant_has_enough_credit() -> None:
     shares = in_debt(100)
     shares.begin_step(20)
     quota = shares.quota()
@@ -218,7 +218,7 @@ def test_long_prompts_of_several_tenants_are_not_computed_in_the_same_step() -> 
     assert shares.quota().take(HOG, 500) == 500, "nobody else is there"
 
 
-def test_tenants_that_wait_for_prompts_of_others_progress_as_fast_as_without_them() -> None:
+def test_waiting_for_prompts_of_others_does_not_slow_a_tenant() -> None:
     shares = in_debt(100)
     computed = 0
     for _ in range(200):
@@ -231,7 +231,7 @@ def test_tenants_that_wait_for_prompts_of_others_progress_as_fast_as_without_the
     assert computed > 200 * 5 * 0.8
 
 
-def test_what_any_prompt_tokens_cost_is_taken_from_the_purse_once_a_step() -> None:
+def test_mixed_cost_is_charged_once_per_step() -> None:
     shares = in_debt(100)
     computed = 0
     for _ in range(400):
@@ -248,7 +248,7 @@ def test_what_any_prompt_tokens_cost_is_taken_from_the_purse_once_a_step() -> No
 
 
 @pytest.mark.parametrize("max_prefill", [1, 3, 100])
-def test_however_small_a_purse_is_prompts_get_on(max_prefill: int) -> None:
+def test_prompts_progress_with_any_credit(max_prefill: int) -> None:
     shares = in_debt(max_prefill)
     computed = 0
     for _ in range(500):
@@ -271,7 +271,7 @@ def test_tenants_that_left_are_forgotten() -> None:
     assert len(shares._served) < 1000
 
 
-def test_an_urgent_request_goes_before_tenants_that_had_less(make_rig: MakeRig) -> None:
+def test_urgent_request_precedes_tenants_with_less_work(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=1, scheduling_policy="priority")
     for id in range(6):
         urgent = id in (2, 4)
@@ -285,7 +285,7 @@ def test_an_urgent_request_goes_before_tenants_that_had_less(make_rig: MakeRig) 
 # -- slots and blocks -----------------------------------------------------------------------------
 
 
-def test_a_tenant_that_holds_all_slots_yields_some_to_another(make_rig: MakeRig) -> None:
+def test_tenant_with_all_slots_yields_some(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=256)
     for id in range(40):
         rig.add(id, prompt(4, id), max_tokens=90, tenant=HOG)
@@ -297,7 +297,7 @@ def test_a_tenant_that_holds_all_slots_yields_some_to_another(make_rig: MakeRig)
     finish(rig)
 
 
-def test_a_tenant_that_holds_all_blocks_yields_some_to_another(make_rig: MakeRig) -> None:
+def test_tenant_with_all_blocks_yields_some(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=128)
     for id in range(10):
         rig.add(id, prompt(24, id), max_tokens=60, tenant=HOG)
@@ -308,7 +308,7 @@ def test_a_tenant_that_holds_all_blocks_yields_some_to_another(make_rig: MakeRig
     finish(rig)
 
 
-def test_growing_sequences_take_blocks_from_the_tenant_that_holds_most(make_rig: MakeRig) -> None:
+def test_growing_sequences_preempt_tenant_with_most_blocks(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=24, enable_prefix_caching=False)
     for id in range(5):
         rig.add(id, prompt(12, id), max_tokens=30, tenant=HOG)
@@ -323,7 +323,7 @@ def test_growing_sequences_take_blocks_from_the_tenant_that_holds_most(make_rig:
     finish(rig)
 
 
-def test_tenants_that_hold_about_the_same_do_not_preempt_each_other(make_rig: MakeRig) -> None:
+def test_tenants_with_similar_shares_do_not_preempt_each_other(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=512)
     generator = random.Random(5)
     for id in range(200):
@@ -333,7 +333,7 @@ def test_tenants_that_hold_about_the_same_do_not_preempt_each_other(make_rig: Ma
     assert rig.scheduler.counters.preemptions <= 4
 
 
-def test_a_request_that_waits_for_its_own_tenant_holds_up_nobody_else(make_rig: MakeRig) -> None:
+def test_request_waiting_for_its_own_tenant_delays_no_other(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=20, max_num_batched_tokens=80, enable_prefix_caching=False)
     rig.add(1, prompt(40), max_tokens=20, tenant=HOG)
     rig.step()
@@ -357,7 +357,7 @@ def test_a_large_request_is_not_starved_by_small_ones_of_others(make_rig: MakeRi
     finish(rig)
 
 
-def test_a_policy_that_admits_nobody_takes_nothing_from_anybody(make_rig: MakeRig) -> None:
+def test_policy_that_admits_nothing_causes_no_preemption(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=8, num_kv_blocks=256)
     for id in range(10):
         rig.add(id, prompt(4, id), max_tokens=20, tenant=HOG)
@@ -371,7 +371,7 @@ def test_a_policy_that_admits_nobody_takes_nothing_from_anybody(make_rig: MakeRi
 
 
 @pytest.mark.slow
-def test_eight_tenants_one_of_them_hostile(make_rig: MakeRig) -> None:
+def test_hostile_tenant_does_not_slow_seven_others(make_rig: MakeRig) -> None:
     """The others wait at most twice as many steps for their first token as without it."""
 
     def waits(*, hostile: bool) -> list[int]:
@@ -404,7 +404,7 @@ def test_eight_tenants_one_of_them_hostile(make_rig: MakeRig) -> None:
 # -- by themselves --------------------------------------------------------------------------------
 
 
-def test_the_order_of_admission_is_known_in_advance() -> None:
+def test_admission_order_is_deterministic() -> None:
     shares = Shares()
     queue = WaitingQueue(shares)
     tenants = [HOG, HOG, HOG, GUEST, OTHER, GUEST]
@@ -422,7 +422,7 @@ def test_the_order_of_admission_is_known_in_advance() -> None:
     assert len(queue) == 0
 
 
-def test_the_queue_agrees_with_a_plain_list_whatever_happens_to_it() -> None:
+def test_queue_agrees_with_a_plain_list() -> None:
     generator = random.Random(3)
     shares, waiting = Shares(), dict[int, Request]()
     queue = WaitingQueue(shares)
@@ -457,7 +457,7 @@ def test_the_queue_agrees_with_a_plain_list_whatever_happens_to_it() -> None:
         assert len(queue) == len(waiting) == len(list(queue))
 
 
-def test_nobody_gives_way_for_a_request_that_would_not_fit_even_then() -> None:
+def test_no_preemption_for_request_that_would_still_not_fit() -> None:
     running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
     engine = Capacity(slots=8, blocks=16)
     room = FreeCapacity(slots=4, blocks=8, headroom=0, tokens=99)
@@ -468,7 +468,7 @@ def test_nobody_gives_way_for_a_request_that_would_not_fit_even_then() -> None:
     assert [victim.arrival for victim in chosen] == [3]
 
 
-def test_nobody_gives_way_to_a_less_urgent_request_of_another_tenant() -> None:
+def test_no_preemption_for_less_urgent_request_of_other_tenant() -> None:
     running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
     room = FreeCapacity(slots=0, blocks=8, headroom=0, tokens=99)
     late = request(9, GUEST, priority=5)

@@ -97,7 +97,7 @@ def test_the_budget_is_enough_for_the_largest_image(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_an_image_beyond_the_budget_has_its_own_step(make_rig: MakeRig) -> None:
+def test_image_larger_than_budget_has_its_own_step(make_rig: MakeRig) -> None:
     rig = make_rig(vision=VISION, max_num_encoder_tokens=8)
     small = [image(number, 0, side=4) for number in (1, 2, 4, 5, 6)]
     add(rig, 1, *small[:2], image(3, 0), *small[2:], 1)
@@ -116,7 +116,7 @@ def steps_of(rig: Any, number: int) -> list[tuple[list[int], list[int]]]:
     return [(plan.starts, plan.counts) for plan in plans]
 
 
-def test_images_whose_tokens_see_all_of_it_are_computed_in_one_step(make_rig: MakeRig) -> None:
+def test_bidirectional_images_are_computed_in_one_step(make_rig: MakeRig) -> None:
     rig = make_rig(vision=WHOLE, max_num_batched_tokens=24, max_num_encoder_tokens=64)
     add(rig, 1, 5, image(1, 0), 2, image(2, 0), image(3, 0), 1)
     assert steps_of(rig, 3) == [([0], [23]), ([23], [16]), ([39], [17])]
@@ -125,7 +125,7 @@ def test_images_whose_tokens_see_all_of_it_are_computed_in_one_step(make_rig: Ma
     rig.assert_idle()
 
 
-def test_an_image_that_does_not_fit_beside_others_waits_for_a_step_where_it_does(
+def test_image_that_does_not_fit_waits_for_next_step(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(vision=WHOLE, max_num_batched_tokens=20, max_num_seqs=4)
@@ -141,7 +141,7 @@ def test_an_image_that_does_not_fit_beside_others_waits_for_a_step_where_it_does
 
 @pytest.mark.parametrize("windows", [(None,), (None, 24), (12, None)])
 @pytest.mark.parametrize("blocks", [512, 40])
-def test_traffic_with_whole_images_ends_and_no_chunk_ends_within_one(
+def test_no_chunk_ends_within_a_bidirectional_image(
     windows: tuple[int | None, ...], blocks: int, make_rig: MakeRig
 ) -> None:
     draws = random.Random(blocks)
@@ -175,7 +175,7 @@ def test_traffic_with_whole_images_ends_and_no_chunk_ends_within_one(
     rig.assert_idle()
 
 
-def test_what_a_step_shows_is_not_forgotten_for_what_it_encodes(make_rig: MakeRig) -> None:
+def test_images_used_in_a_step_are_not_evicted_for_encoded_ones(make_rig: MakeRig) -> None:
     rig = make_rig(vision=VISION, encoder_cache_bytes=32 * 1024, enable_prefix_caching=False)
     for id in (1, 2):
         add(rig, id, image(id, 0), 1)
@@ -187,7 +187,7 @@ def test_what_a_step_shows_is_not_forgotten_for_what_it_encodes(make_rig: MakeRi
     rig.assert_complete()
 
 
-def test_chunks_may_end_within_an_image_which_stays_until_it_is_computed(
+def test_chunks_can_end_within_an_image_which_stays_cached(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(
@@ -212,7 +212,7 @@ def test_an_image_of_many_requests_is_encoded_once(make_rig: MakeRig) -> None:
     assert counts(rig) == (32, 31, 1)
 
 
-def test_pixels_that_many_requests_show_are_held_once(rig: Any) -> None:
+def test_pixels_shared_by_requests_are_stored_once(rig: Any) -> None:
     for number in range(3):
         add(rig, number, 5, image(7, 0))
     pixels = {id(each.pixels) for r in rig.scheduler._requests.all.values() for each in r.images}
@@ -222,7 +222,7 @@ def test_pixels_that_many_requests_show_are_held_once(rig: Any) -> None:
     assert not rig.scheduler.encoder._pixels
 
 
-def test_prompts_with_the_same_images_share_blocks_and_those_with_others_do_not(rig: Any) -> None:
+def test_only_prompts_with_equal_images_share_blocks(rig: Any) -> None:
     add(rig, 1, 5, image(1, 0), 8)
     rig.run()
     add(rig, 2, 5, image(1, 0), 8)
@@ -234,7 +234,7 @@ def test_prompts_with_the_same_images_share_blocks_and_those_with_others_do_not(
     assert counts(rig)[2] == 2
 
 
-def test_the_same_tokens_without_images_are_no_prefix_either(rig: Any) -> None:
+def test_same_tokens_without_images_are_no_prefix(rig: Any) -> None:
     tokens, images = prompt(12, image(1, 0), 12)
     rig.add(1, tokens, images=images)
     rig.run()
@@ -268,7 +268,7 @@ def test_a_prefix_that_ends_within_an_image_needs_it_for_the_rest(make_rig: Make
     rig.assert_complete()
 
 
-def test_preempted_requests_have_their_images_again(make_rig: MakeRig) -> None:
+def test_preempted_requests_get_their_images_again(make_rig: MakeRig) -> None:
     rig = make_rig(vision=VISION, num_kv_blocks=14, enable_prefix_caching=False)
     add(rig, 1, 3, image(1, 0), max_tokens=20)
     add(rig, 2, 3, image(2, 0), max_tokens=20)
@@ -280,7 +280,7 @@ def test_preempted_requests_have_their_images_again(make_rig: MakeRig) -> None:
     assert (number, hits) == (2, queries - 2)
 
 
-def test_a_request_that_another_engine_began_shows_its_images(rig: Any) -> None:
+def test_moved_request_keeps_its_images(rig: Any) -> None:
     tokens, images = prompt(3, image(1, 0), 2)
     rig.add(1, tokens, images=images, output=[5, 6, 7], max_tokens=9)
     assert encoded(rig.step()) == [1]
@@ -288,7 +288,7 @@ def test_a_request_that_another_engine_began_shows_its_images(rig: Any) -> None:
     rig.assert_complete()
 
 
-def test_a_suspect_gets_room_for_its_image(make_rig: MakeRig) -> None:
+def test_suspect_gets_space_for_its_image(make_rig: MakeRig) -> None:
     rig = make_rig(vision=VISION, max_num_batched_tokens=10, encoder_cache_bytes=1)
     add(rig, 1, 5, image(1, 0), 9)
     rig.step()  # ends within its image
@@ -299,7 +299,7 @@ def test_a_suspect_gets_room_for_its_image(make_rig: MakeRig) -> None:
     rig.assert_idle()
 
 
-def test_images_are_forgotten_on_demand_and_with_the_cache(rig: Any) -> None:
+def test_images_are_dropped_on_reset_and_with_the_cache(rig: Any) -> None:
     add(rig, 1, image(1, 0), 1)
     rig.run()
     assert rig.scheduler.encoder.reset() == 1
@@ -327,7 +327,7 @@ def test_images_are_forgotten_on_demand_and_with_the_cache(rig: Any) -> None:
         ({"height": 10**9, "width": 10**9}, "takes no image of"),
     ],
 )
-def test_what_is_wrong_with_an_image_ends_its_request_alone(
+def test_invalid_image_ends_only_its_request(
     changes: dict[str, Any], reason: str, rig: Any
 ) -> None:
     tokens, (right,) = prompt(6, image(1, 0), 8)
@@ -346,7 +346,7 @@ def test_images_that_overlap_are_refused(rig: Any) -> None:
     )
 
 
-def test_models_that_see_nothing_refuse_images(make_rig: MakeRig) -> None:
+def test_text_models_refuse_images(make_rig: MakeRig) -> None:
     rig = make_rig()
     tokens, images = prompt(image(1, 0), 8)
     answer = rig.add(1, tokens, images=images)
@@ -357,7 +357,9 @@ def test_models_that_see_nothing_refuse_images(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_traffic_comes_out_right(seed: int, depth: int, make_rig: MakeRig) -> None:
+def test_random_image_traffic_is_computed_correctly(
+    seed: int, depth: int, make_rig: MakeRig
+) -> None:
     """Of few images, with room for some of them, in small steps and with too few blocks."""
     source = random.Random(seed)
     rig = make_rig(

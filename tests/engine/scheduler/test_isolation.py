@@ -85,7 +85,7 @@ def test_a_suspect_is_announced_only_when_the_steps_of_others_have_landed(
     rig.assert_complete()
 
 
-def test_suspects_of_several_front_ends_take_turns(make_rig: MakeRig) -> None:
+def test_suspects_of_several_front_ends_alternate(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, [1, 2, 3], max_tokens=40)
     rig.step()
@@ -100,7 +100,7 @@ def test_suspects_of_several_front_ends_take_turns(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 12}])
-def test_a_suspect_takes_the_place_of_the_last_when_there_is_none(
+def test_suspect_preempts_last_request_without_free_slot(
     make_rig: MakeRig, limits: dict[str, int]
 ) -> None:
     rig = make_rig(**limits, max_model_len=48)
@@ -116,7 +116,7 @@ def test_a_suspect_takes_the_place_of_the_last_when_there_is_none(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_suspect_is_not_preempted_in_its_turn(make_rig: MakeRig, policy: str) -> None:
+def test_suspect_is_not_preempted_while_isolated(make_rig: MakeRig, policy: str) -> None:
     rig = make_rig(max_num_seqs=1, scheduling_policy=policy)
     add_suspect(rig, 9, max_tokens=8, priority=5)
     rig.step()
@@ -128,7 +128,7 @@ def test_a_suspect_is_not_preempted_in_its_turn(make_rig: MakeRig, policy: str) 
     rig.assert_idle()
 
 
-def test_a_suspect_that_is_aborted_leaves_the_others_to_go_on(make_rig: MakeRig) -> None:
+def test_others_continue_after_suspect_is_aborted(make_rig: MakeRig) -> None:
     for steps in range(5):
         rig = make_rig()
         rig.add(1, [1, 2, 3], max_tokens=10)
@@ -166,7 +166,7 @@ class _Grammars:
 
 
 @pytest.mark.parametrize("error", [None, "it cannot be compiled"])
-def test_the_grammar_of_a_suspect_is_compiled_within_its_turn(
+def test_grammar_of_suspect_is_compiled_during_isolation(
     make_rig: MakeRig, error: str | None
 ) -> None:
     rig, grammars = make_rig(), _Grammars()

@@ -34,7 +34,7 @@ def hashed_for(kv: KVCacheManager, token_ids: list[int], root: bytes = ROOT_DIGE
     return hashed.call_count
 
 
-def test_a_beam_is_hashed_no_further_than_it_is_new() -> None:
+def test_only_new_part_of_a_beam_is_hashed() -> None:
     kv = KVCacheManager(200, SIZE, enable_prefix_caching=True)
     assert hashed_for(kv, [*LONG, 1]) == 50
     for beam in range(8):
@@ -50,7 +50,7 @@ def test_a_sequence_that_was_evicted_is_not_hashed_again() -> None:
     assert hashed_for(kv, LONG) == 1
 
 
-def test_what_begins_alike_below_another_root_is_not_known() -> None:
+def test_prefix_under_other_root_is_unknown() -> None:
     kv = KVCacheManager(200, SIZE, enable_prefix_caching=True)
     hashed_for(kv, LONG)
     assert hashed_for(kv, LONG, b"salt" * 4) == 50
@@ -65,7 +65,7 @@ def test_what_begins_alike_below_another_root_is_not_known() -> None:
         max_size=12,
     )
 )
-def test_known_digests_are_those_that_would_be_hashed(
+def test_known_digests_equal_hashed_ones(
     sequences: list[tuple[list[int], bytes]],
 ) -> None:
     kv = KVCacheManager(8, SIZE, enable_prefix_caching=True)
@@ -74,7 +74,7 @@ def test_known_digests_are_those_that_would_be_hashed(
             hashed_for(kv, token_ids, root)
 
 
-def test_what_is_known_is_bounded() -> None:
+def test_known_digests_are_bounded() -> None:
     known = KnownDigests(SIZE, max_tokens=100 * SIZE)
     for first in range(50):
         token_ids = [first] * 30 * SIZE

@@ -35,7 +35,7 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert block_digest(first, [1, 2, 3, 4]) != first
 
 
-def test_two_blocks_with_one_content_have_one_name() -> None:
+def test_blocks_with_equal_content_have_one_name() -> None:
     cache = PrefixCache()
     digest = block_digest(ROOT_DIGEST, [1])
     assert cache.insert(digest, 5)
@@ -72,7 +72,7 @@ def test_an_older_prefix_is_evicted_before_a_newer_one(kv: KVCacheManager) -> No
     assert len(matched(kv, BlockTable(), [*new, 1])) == 1
 
 
-def test_matched_blocks_count_as_taken_when_the_rest_has_to_fit(kv: KVCacheManager) -> None:
+def test_matched_blocks_are_not_counted_as_free_for_the_rest(kv: KVCacheManager) -> None:
     tokens = list(range(16))
     kv.free(compute(kv, tokens))
     admit(kv, list(range(100, 116)))

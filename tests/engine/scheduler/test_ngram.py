@@ -3,7 +3,7 @@
 from engine.scheduler.speculation import NgramIndex
 
 
-def test_what_followed_the_last_tokens_is_proposed() -> None:
+def test_continuation_of_last_tokens_is_proposed() -> None:
     index = NgramIndex(2, 4)
     assert index.propose([1, 2, 3, 4, 5, 9, 1, 2], 3) == [3, 4, 5]
 
@@ -15,7 +15,7 @@ def test_nothing_is_proposed_after_tokens_that_are_new() -> None:
     assert index.propose([1, 2, 3, 2], 3) == []
 
 
-def test_the_place_that_agrees_furthest_back_wins_and_then_the_newest() -> None:
+def test_longest_then_newest_match_is_proposed() -> None:
     tokens = [7, 1, 2, 30, 8, 1, 2, 40, 9, 1, 2, 50, 7, 1, 2]
     assert NgramIndex(2, 4).propose(tokens, 1) == [30]
     assert NgramIndex(2, 2).propose(tokens, 1) == [50]
@@ -34,7 +34,7 @@ def test_tokens_are_entered_once_as_the_sequence_grows() -> None:
         assert grown.propose(tokens, 4) == fresh.propose(tokens, 4), position
 
 
-def test_it_finds_what_a_search_of_the_whole_sequence_finds() -> None:
+def test_index_finds_the_same_as_a_full_search() -> None:
     tokens: list[int] = []
     index = NgramIndex(3, 3)
     for position in range(500):

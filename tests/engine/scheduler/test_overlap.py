@@ -36,7 +36,7 @@ def test_chunks_of_a_prefill_follow_each_other_in_flight(make_rig: MakeRig) -> N
     rig.assert_complete()
 
 
-def test_an_end_by_length_is_foreseen(make_rig: MakeRig) -> None:
+def test_end_by_length_is_known_in_advance(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, [1, 2, 3], max_tokens=2)
     rig.schedule()
@@ -63,7 +63,7 @@ def test_a_token_planned_after_the_end_is_dropped(make_rig: MakeRig) -> None:
     rig.assert_idle()
 
 
-def test_a_slot_is_not_given_away_while_a_step_uses_it(make_rig: MakeRig) -> None:
+def test_slot_is_not_reassigned_while_a_step_uses_it(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=1)
     rig.add(1, [1, 2, 3], max_tokens=9)
     rig.add(2, [4, 5, 6], max_tokens=9)
@@ -80,7 +80,7 @@ def test_a_slot_is_not_given_away_while_a_step_uses_it(make_rig: MakeRig) -> Non
     rig.assert_idle()
 
 
-def test_a_preempted_request_keeps_the_token_that_was_being_drawn(make_rig: MakeRig) -> None:
+def test_preempted_request_keeps_token_in_flight(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=4, max_model_len=16, enable_prefix_caching=False)
     rig.add(1, [1, 2, 3, 4, 5, 6, 7], max_tokens=6)
     rig.add(2, [11, 12, 13, 14, 15], max_tokens=3)
@@ -99,7 +99,7 @@ def test_a_preempted_request_keeps_the_token_that_was_being_drawn(make_rig: Make
     rig.assert_idle()
 
 
-def test_a_preempted_request_does_not_start_again_while_a_step_uses_its_blocks(
+def test_preempted_request_does_not_restart_while_a_step_uses_its_blocks(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(num_kv_blocks=8, max_num_batched_tokens=12, enable_prefix_caching=False)
@@ -118,7 +118,7 @@ def test_a_preempted_request_does_not_start_again_while_a_step_uses_its_blocks(
     rig.assert_idle()
 
 
-def test_a_prefix_is_found_as_far_as_results_are_known(make_rig: MakeRig) -> None:
+def test_prefix_is_found_up_to_known_results(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=8)
     rig.add(1, list(range(20)), max_tokens=2)
     rig.schedule()

@@ -115,14 +115,14 @@ def test_cadence_never_holds_a_rank_without_decodes() -> None:
     assert all(policy.decide(step, [rank(0, 100)]) == UNLIMITED for step in range(7))
 
 
-def test_cadence_is_off_from_a_prefill_that_left_requests_waiting_until_none_is_left() -> None:
+def test_cadence_is_off_while_prefill_is_saturated() -> None:
     policy = Cadence(4)
     left = [0, 2, 1, 0, 0, 0]
     caps = [policy.decide(i, [rank(8, 100, passed_over=left[i])]).token_cap for i in range(6)]
     assert caps == [-1, -1, -1, 0, -1, 0]
 
 
-def test_what_waits_after_a_held_step_does_not_saturate() -> None:
+def test_requests_waiting_after_held_step_do_not_count_as_saturation() -> None:
     policy = Cadence(4)
     caps = [policy.decide(i, [rank(8, 100, passed_over=int(i > 1))]).token_cap for i in range(4)]
     assert caps == [-1, 0, 0, 0]
@@ -152,11 +152,11 @@ def test_equal_amounts_never_wait(table: list[RankState]) -> None:
         [IDLE, IDLE],
     ],
 )
-def test_nothing_is_held_where_nothing_decodes_or_nothing_is_ready(table: list[RankState]) -> None:
+def test_nothing_is_held_without_decodes_or_ready_prefill(table: list[RankState]) -> None:
     assert level().decide(0, table) == UNLIMITED
 
 
-def test_misaligned_work_waits_until_waiting_has_cost_as_much_as_the_stall() -> None:
+def test_misaligned_prefill_waits_until_waiting_costs_as_much_as_stall() -> None:
     # 4 decodes, each token beyond the mean costs 1/128 of a step: 4 / 128 * (1000 - 250) = 23.4
     # decode steps; one request that waits costs 4 a step.
     table = [rank(1, 1000), rank(1), rank(1), rank(1)]
@@ -164,18 +164,18 @@ def test_misaligned_work_waits_until_waiting_has_cost_as_much_as_the_stall() -> 
     assert steps_until_granted(level(wait_weight=8), table)[0] == 2
 
 
-def test_the_cap_is_the_highest_level_that_waiting_pays_for() -> None:
+def test_cap_is_highest_level_worth_waiting_for() -> None:
     table = [rank(2, 4000), rank(2, 2000), rank(2, 2000), rank(2, 2000)]
     assert level().decide(0, table).token_cap == 2000
     assert level(wait_weight=40).decide(0, table).token_cap == 4000
 
 
-def test_a_thin_slice_is_not_worth_a_step_though_all_ranks_have_it() -> None:
+def test_small_prefill_on_all_ranks_is_held() -> None:
     table = [rank(8, 2000), rank(8, 10)]
     assert level().decide(0, table).token_cap == 0
 
 
-def test_a_grant_pays_the_debt() -> None:
+def test_grant_resets_the_waiting_cost() -> None:
     policy = level()
     table = [rank(1, 1000), rank(1), rank(1), rank(1)]
     first, _ = steps_until_granted(policy, table)
@@ -192,7 +192,7 @@ def with_costs(decode_us: int, prefill_us: int) -> Level:
     return policy
 
 
-def test_dear_prefill_waits_longer_than_cheap_prefill() -> None:
+def test_expensive_prefill_waits_longer_than_cheap_prefill() -> None:
     table = [rank(4, 2000), rank(4)]
     cheap = steps_until_granted(with_costs(20_000, 10), table)[0]
     dear = steps_until_granted(with_costs(20_000, 40), table)[0]
@@ -224,7 +224,7 @@ tables = st.integers(1, 6).flatmap(
 @pytest.mark.slow
 @given(tables)
 @settings(max_examples=150)
-def test_level_is_bounded_and_the_same_everywhere(sequence: list[list[RankState]]) -> None:
+def test_level_is_bounded_and_equal_on_all_ranks(sequence: list[list[RankState]]) -> None:
     ranks = [level(hold_per_rank=4) for _ in sequence[0]]
     in_a_row = 0
     for step, table in enumerate(sequence):
@@ -245,7 +245,7 @@ def test_level_is_bounded_and_the_same_everywhere(sequence: list[list[RankState]
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, STEP_BUDGET)), max_size=80))
 @settings(max_examples=60)
-def test_a_lone_rank_is_never_held(traffic: list[tuple[int, int]]) -> None:
+def test_single_rank_is_never_held(traffic: list[tuple[int, int]]) -> None:
     policy = level()
     for step, (decodes, ready) in enumerate(traffic):
         grant = policy.decide(step, [IDLE, rank(decodes, ready), IDLE])
@@ -255,7 +255,7 @@ def test_a_lone_rank_is_never_held(traffic: list[tuple[int, int]]) -> None:
 # -- what a rank says of itself ------------------------------------------------------------------
 
 
-def test_ready_prefill_is_what_slots_blocks_and_budget_have_room_for(
+def test_ready_prefill_is_limited_by_slots_blocks_and_budget(
     make_rig: Callable[..., Any],
 ) -> None:
     rig = make_rig(max_num_seqs=3, max_num_batched_tokens=10, block_size=4, num_kv_blocks=64)
@@ -283,7 +283,7 @@ def test_cached_prompt_tokens_are_not_ready_prefill(make_rig: Callable[..., Any]
     assert rig.scheduler.rank_state().ready_prefill_tokens == 1
 
 
-def test_what_does_not_fit_into_the_cache_is_not_ready(make_rig: Callable[..., Any]) -> None:
+def test_requests_that_do_not_fit_cache_are_not_ready(make_rig: Callable[..., Any]) -> None:
     rig = make_rig(block_size=4, num_kv_blocks=8)
     rig.add(1, range(20), max_tokens=8)
     rig.step()
@@ -291,7 +291,7 @@ def test_what_does_not_fit_into_the_cache_is_not_ready(make_rig: Callable[..., A
     assert rig.scheduler.rank_state().ready_prefill_tokens == 0
 
 
-def test_a_plan_computes_no_more_than_was_ready(make_rig: Callable[..., Any]) -> None:
+def test_plan_computes_at_most_ready_prefill(make_rig: Callable[..., Any]) -> None:
     rig = make_rig(max_num_seqs=4, max_num_batched_tokens=16)
     for id in range(1, 7):
         rig.add(id, range(10 * id, 10 * id + 3 + id))
@@ -320,7 +320,7 @@ class Undecided(Tidal):
         return None  # type: ignore[return-value]
 
 
-def test_a_policy_may_be_a_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_can_be_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(
         tmp_path, "swell.admission_policies",
         tidal=f"{__name__}:Tidal", undecided=f"{__name__}:Undecided",

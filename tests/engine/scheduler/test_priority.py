@@ -38,7 +38,7 @@ def started(plan: Any) -> list[int]:
     return [start.token_ids[0] for start in plan.starting]
 
 
-def test_the_lowest_number_starts_first_and_equals_in_order_of_arrival(rig: Any) -> None:
+def test_lowest_priority_number_starts_first_then_arrival_order(rig: Any) -> None:
     rig = rig(max_num_seqs=1)
     for id, priority in enumerate([5, 0, 5, -3, 0]):
         rig.add(id, prompt(3, id), max_tokens=1, priority=priority)
@@ -52,7 +52,7 @@ def test_first_come_first_served_ignores_priorities(make_rig: MakeRig) -> None:
     assert ended(rig) == [0, 1, 2]
 
 
-def test_a_full_engine_gives_the_slot_of_the_least_urgent_to_a_more_urgent_one(rig: Any) -> None:
+def test_full_engine_preempts_least_urgent_for_more_urgent_request(rig: Any) -> None:
     rig = rig(max_num_seqs=3)
     rig.add(1, prompt(3, 100), max_tokens=9, priority=1)
     rig.add(2, prompt(3, 200), max_tokens=9, priority=7)
@@ -68,7 +68,7 @@ def test_a_full_engine_gives_the_slot_of_the_least_urgent_to_a_more_urgent_one(r
 
 
 @pytest.mark.parametrize("priority", [4, 9])
-def test_nobody_gives_way_to_an_equal_or_less_urgent_one(rig: Any, priority: int) -> None:
+def test_no_preemption_for_equal_or_less_urgent_request(rig: Any, priority: int) -> None:
     rig = rig(max_num_seqs=2)
     rig.add(1, prompt(3), max_tokens=5, priority=4)
     rig.add(2, prompt(3, 100), max_tokens=5, priority=4)
@@ -78,7 +78,7 @@ def test_nobody_gives_way_to_an_equal_or_less_urgent_one(rig: Any, priority: int
     assert rig.scheduler.counters.preemptions == 0
 
 
-def test_blocks_are_taken_from_the_least_urgent(rig: Any) -> None:
+def test_blocks_are_taken_from_least_urgent_request(rig: Any) -> None:
     rig = rig(num_kv_blocks=12, enable_prefix_caching=False)
     rig.add(1, prompt(15), max_tokens=6, priority=0)
     rig.add(2, prompt(15, 100), max_tokens=6, priority=9)
@@ -90,7 +90,7 @@ def test_blocks_are_taken_from_the_least_urgent(rig: Any) -> None:
     assert ended(rig) == [4, 1, 3, 2]
 
 
-def test_a_decode_takes_its_block_from_the_least_urgent(rig: Any) -> None:
+def test_decode_takes_its_block_from_least_urgent_request(rig: Any) -> None:
     rig = rig(num_kv_blocks=6, max_model_len=24, enable_prefix_caching=False)
     rig.add(1, prompt(11, 100), max_tokens=6, priority=8)
     rig.step()
@@ -99,7 +99,7 @@ def test_a_decode_takes_its_block_from_the_least_urgent(rig: Any) -> None:
     assert rig.scheduler.counters.preemptions == 1
 
 
-def test_nobody_is_preempted_for_a_request_that_would_not_fit_all_the_same(rig: Any) -> None:
+def test_urgent_request_that_would_still_not_fit_preempts_nothing(rig: Any) -> None:
     rig = rig(num_kv_blocks=8, enable_prefix_caching=False)
     rig.add(1, prompt(15), max_tokens=6, priority=0)
     rig.add(2, prompt(6, 100), max_tokens=2, priority=9)
@@ -110,7 +110,7 @@ def test_nobody_is_preempted_for_a_request_that_would_not_fit_all_the_same(rig: 
     assert rig.scheduler.counters.preemptions == 0
 
 
-def test_a_policy_that_admits_nobody_makes_no_room(rig: Any) -> None:
+def test_policy_that_admits_nothing_preempts_nothing(rig: Any) -> None:
     rig = rig(max_num_seqs=1)
     rig.add(1, prompt(3), max_tokens=5, priority=4)
     rig.step()
@@ -121,7 +121,7 @@ def test_a_policy_that_admits_nobody_makes_no_room(rig: Any) -> None:
     assert ended(rig) == [2, 1]
 
 
-def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one(rig: Any) -> None:
+def test_urgent_prompt_precedes_rest_of_long_prompt(rig: Any) -> None:
     rig = rig(max_num_batched_tokens=8)
     rig.add(1, prompt(30), max_tokens=1, priority=5)
     rig.step()
@@ -131,7 +131,7 @@ def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one(rig: Any) -> None:
     assert ended(rig) == [2, 1]
 
 
-def test_room_is_made_for_as_many_as_a_step_can_begin(rig: Any) -> None:
+def test_preemptions_match_requests_that_a_step_can_start(rig: Any) -> None:
     rig = rig(max_num_seqs=4, max_num_batched_tokens=16)
     for id in range(4):
         rig.add(id, prompt(3, id), max_tokens=20, priority=9)
@@ -142,7 +142,7 @@ def test_room_is_made_for_as_many_as_a_step_can_begin(rig: Any) -> None:
     assert sorted(ended(rig)[:4]) == [4, 5, 6, 7]
 
 
-def test_a_victim_whose_step_is_in_flight_is_not_disturbed(rig: Any) -> None:
+def test_victim_with_step_in_flight_keeps_its_result(rig: Any) -> None:
     rig = rig(max_num_seqs=1)
     rig.add(1, prompt(3), max_tokens=9, priority=4)
     rig.schedule()
@@ -185,7 +185,9 @@ def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Re
         (FreeCapacity(slots=0, blocks=9, headroom=0, tokens=0), 1, []),
     ],
 )
-def test_as_few_give_way_as_are_needed(room: FreeCapacity, needed: int, victims: list[int]) -> None:
+def test_fewest_possible_victims_are_chosen(
+    room: FreeCapacity, needed: int, victims: list[int]
+) -> None:
     running = [request(1, 1, 5), request(2, 6, 2), request(3, 8, 2)]
     chosen = choose_victims([request(4, 5)], running, room, lambda _: needed)
     assert [victim.arrival for victim in chosen] == victims

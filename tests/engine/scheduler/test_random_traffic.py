@@ -226,7 +226,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig) -> None:
+def test_random_events_preserve_invariants_and_tokens(make_rig: MakeRig) -> None:
     class TrafficInThisRig(Traffic):
         def __init__(self) -> None:
             super().__init__(make_rig)
@@ -250,7 +250,7 @@ def test_any_sequence_of_events_keeps_the_books_and_the_tokens(make_rig: MakeRig
         (1, False, "fcfs", 0, 0, True),
     ],
 )
-def test_thousands_of_busy_steps(
+def test_thousands_of_busy_steps_preserve_invariants(
     make_rig: MakeRig,
     depth: int,
     caching: bool,

@@ -19,7 +19,7 @@ def prompt(length: int, first: int = 0) -> list[int]:
     return [(first + i) % 1000 for i in range(length)]
 
 
-def test_a_request_starts_with_its_whole_prompt_and_goes_on_token_by_token(
+def test_request_starts_with_full_prompt_then_single_tokens(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig()
@@ -64,7 +64,7 @@ def test_long_prompts_are_computed_in_chunks_together_with_decodes(make_rig: Mak
     rig.assert_idle()
 
 
-def test_no_more_sequences_run_than_there_are_slots(make_rig: MakeRig) -> None:
+def test_running_sequences_are_limited_by_slots(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=2)
     for id in range(5):
         rig.add(id, prompt(3, id), max_tokens=2)
@@ -87,7 +87,7 @@ def test_requests_start_in_order_of_arrival(make_rig: MakeRig) -> None:
     assert order == [[8], [12, 2]]
 
 
-def test_an_output_goes_to_the_front_end_that_asked(make_rig: MakeRig) -> None:
+def test_output_goes_to_front_end_of_request(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(2), front_end=0)
     rig.add(2, prompt(2), front_end=3)
@@ -188,7 +188,7 @@ def test_the_longest_prompt_that_fits_runs(make_rig: MakeRig) -> None:
     assert len(rig.tokens[1]) == 1
 
 
-def test_a_duplicate_id_does_not_disturb_the_request_that_has_it(make_rig: MakeRig) -> None:
+def test_duplicate_id_does_not_affect_existing_request(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(5))
     rig.step()
@@ -200,7 +200,7 @@ def test_a_duplicate_id_does_not_disturb_the_request_that_has_it(make_rig: MakeR
 # -- requests taken over from another engine ------------------------------------------------------
 
 
-def test_a_request_goes_on_where_its_first_engine_stopped(make_rig: MakeRig) -> None:
+def test_moved_request_continues_after_its_last_token(make_rig: MakeRig) -> None:
     whole = make_rig()
     whole.add(1, prompt(6), max_tokens=10, min_tokens=8)
     whole.run()
@@ -213,7 +213,7 @@ def test_a_request_goes_on_where_its_first_engine_stopped(make_rig: MakeRig) -> 
     assert whole.tokens[1] == whole.tokens[1][:4] + rig.tokens[1]
 
 
-def test_a_taken_over_request_at_its_limit_is_answered_at_once(make_rig: MakeRig) -> None:
+def test_moved_request_at_its_limit_is_answered_immediately(make_rig: MakeRig) -> None:
     rig = make_rig()
     answer = rig.add(1, prompt(6), output=[1, 2, 3], max_tokens=3)
     assert (answer.finish_reason, answer.token_ids) == ("length", [])
@@ -236,7 +236,7 @@ def test_a_repeated_prompt_is_computed_from_its_last_block_on(make_rig: MakeRig)
     assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (28, 12)
 
 
-def test_generated_tokens_are_found_by_the_next_turn(make_rig: MakeRig) -> None:
+def test_generated_tokens_are_cached_for_next_turn(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(6), max_tokens=8)
     rig.run()
@@ -247,7 +247,7 @@ def test_generated_tokens_are_found_by_the_next_turn(make_rig: MakeRig) -> None:
     assert rig.first[2].num_cached_tokens == 12
 
 
-def test_a_prompt_of_another_root_is_computed_as_if_it_were_new(make_rig: MakeRig) -> None:
+def test_prompt_with_other_root_is_not_cached(make_rig: MakeRig) -> None:
     rig = make_rig()
     shared = list(range(14))
     for id, root in enumerate([b"a" * 16, b"b" * 16, b"", b"a" * 16]):
@@ -264,7 +264,7 @@ def test_a_root_of_another_length_is_refused(make_rig: MakeRig) -> None:
     assert "cache_root" in answer.error
 
 
-def test_requests_of_one_step_do_not_share_what_is_not_computed_yet(make_rig: MakeRig) -> None:
+def test_requests_of_one_step_share_no_uncomputed_blocks(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(9), max_tokens=1)
     rig.add(2, prompt(9), max_tokens=1)
@@ -335,7 +335,7 @@ def test_prompt_logprobs_survive_a_preemption(make_rig: MakeRig) -> None:
 # -- preemption -----------------------------------------------------------------------------------
 
 
-def test_the_last_admitted_gives_its_blocks_to_those_before_it(make_rig: MakeRig) -> None:
+def test_last_admitted_request_is_preempted_first(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=4, max_model_len=16, enable_prefix_caching=False)
     rig.add(1, prompt(7), max_tokens=6)
     rig.add(2, prompt(6, 100), max_tokens=6)
@@ -372,7 +372,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_cache(make_rig: MakeRig) ->
     assert rig.first[2].num_cached_tokens == 0
 
 
-def test_an_admission_leaves_room_for_the_running_to_grow(make_rig: MakeRig) -> None:
+def test_admission_leaves_headroom_for_running_requests(make_rig: MakeRig) -> None:
     rig = make_rig(num_kv_blocks=200, max_model_len=800, max_num_batched_tokens=1000)
     rig.add(1, prompt(399), max_tokens=8)
     rig.add(2, prompt(396, 1), max_tokens=2)
@@ -397,7 +397,7 @@ def test_a_hold_stops_prefills_and_lets_decodes_run(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_a_step_in_which_nothing_may_run_is_empty(make_rig: MakeRig) -> None:
+def test_step_without_allowed_work_is_empty(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, prompt(3))
     assert rows(rig.step(Grant(token_cap=0))) == []
@@ -410,7 +410,7 @@ def test_a_step_in_which_nothing_may_run_is_empty(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("steps", range(9))
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_an_abort_at_any_point_frees_everything_and_disturbs_nobody(
+def test_abort_at_any_point_frees_everything_without_side_effects(
     make_rig: MakeRig, steps: int, in_flight: bool
 ) -> None:
     rig = make_rig(max_num_batched_tokens=8, num_kv_blocks=10, max_model_len=40)
@@ -449,7 +449,7 @@ def test_the_blocks_of_an_aborted_request_are_not_reused_while_a_step_writes_the
     rig.assert_complete(2)
 
 
-def test_a_front_end_that_leaves_takes_its_requests_along(make_rig: MakeRig) -> None:
+def test_requests_of_departed_front_end_are_removed(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_seqs=2)
     for id in range(6):
         rig.add(id, prompt(3, id), front_end=id % 2)
@@ -464,7 +464,7 @@ def test_a_front_end_that_leaves_takes_its_requests_along(make_rig: MakeRig) -> 
 # -- for the log ----------------------------------------------------------------------------------
 
 
-def test_the_description_of_a_plan_has_numbers_and_no_tokens(make_rig: MakeRig) -> None:
+def test_plan_description_contains_no_tokens(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.add(1, [912, 934, 956, 978, 991])
     rig.schedule()
@@ -476,7 +476,7 @@ def test_the_description_of_a_plan_has_numbers_and_no_tokens(make_rig: MakeRig) 
 # -- long prompts ---------------------------------------------------------------------------------
 
 
-def test_a_threshold_leaves_room_next_to_a_long_prompt(make_rig: MakeRig) -> None:
+def test_long_prefill_threshold_leaves_budget_for_others(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=12, long_prefill_token_threshold=8)
     rig.add(1, prompt(20), max_tokens=2)
     rig.add(2, prompt(3, 100), max_tokens=2)
@@ -488,7 +488,7 @@ def test_a_threshold_leaves_room_next_to_a_long_prompt(make_rig: MakeRig) -> Non
     rig.assert_complete()
 
 
-def test_all_requests_can_be_preempted_at_once_and_go_on_in_their_order(make_rig: MakeRig) -> None:
+def test_all_requests_can_be_preempted_and_resume_in_order(make_rig: MakeRig) -> None:
     rig = make_rig(max_num_batched_tokens=12)
     rig.add(1, prompt(9), max_tokens=5)
     rig.add(2, prompt(9, 100), max_tokens=5)

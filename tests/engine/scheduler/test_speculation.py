@@ -34,7 +34,7 @@ def foretold(length: int, right: int, wrong: int = 0) -> list[int]:
     return [*start, *filler, 1, 2]
 
 
-def test_right_drafts_save_steps(make_rig: MakeRig) -> None:
+def test_accepted_drafts_save_steps(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=4), max_tokens=6)
     rig.step()
@@ -53,7 +53,7 @@ def test_right_drafts_save_steps(make_rig: MakeRig) -> None:
     assert counters.generation_tokens == 6
 
 
-def test_what_follows_a_wrong_draft_is_computed_again(make_rig: MakeRig) -> None:
+def test_tokens_after_rejected_draft_are_recomputed(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=2, wrong=2), max_tokens=9)
     rig.step()
@@ -69,7 +69,7 @@ def test_what_follows_a_wrong_draft_is_computed_again(make_rig: MakeRig) -> None
     rig.assert_complete()
 
 
-def test_blocks_with_a_wrong_draft_are_found_by_nobody(make_rig: MakeRig) -> None:
+def test_blocks_with_rejected_drafts_are_not_cached(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4)
     rig.add(SEED, foretold(20, right=2, wrong=2), max_tokens=9)
     rig.step()
@@ -83,7 +83,7 @@ def test_blocks_with_a_wrong_draft_are_found_by_nobody(make_rig: MakeRig) -> Non
     rig.assert_complete(2)
 
 
-def test_a_token_that_ends_the_request_ends_it_among_right_drafts(make_rig: MakeRig) -> None:
+def test_end_token_among_accepted_drafts_ends_request(make_rig: MakeRig) -> None:
     tokens = drawn_after(20, 2, 6)
     for stop, reason in ((tokens[2], "stop"), (0, "length")):
         rig = make_rig(speculative_ngram=4)
@@ -103,7 +103,7 @@ def test_nothing_is_drafted_beyond_a_token_that_ends_the_request(make_rig: MakeR
 
 
 @pytest.mark.parametrize(("budget", "drafted"), [(24, 4), (6, 4), (4, 2), (2, 0)])
-def test_drafts_get_what_the_budget_leaves(make_rig: MakeRig, budget: int, drafted: int) -> None:
+def test_drafts_get_remaining_budget(make_rig: MakeRig, budget: int, drafted: int) -> None:
     rig = make_rig(speculative_ngram=4, max_num_batched_tokens=budget)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.add(2, [9, 8], max_tokens=9)
@@ -115,7 +115,7 @@ def test_drafts_get_what_the_budget_leaves(make_rig: MakeRig, budget: int, draft
     rig.update()
 
 
-def test_prefill_goes_before_drafts(make_rig: MakeRig) -> None:
+def test_prefill_precedes_drafts(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=4, max_num_batched_tokens=24)
     rig.add(SEED, foretold(20, right=4), max_tokens=9)
     rig.step()
@@ -139,7 +139,7 @@ def test_drafts_take_only_blocks_that_are_free(make_rig: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_requests_that_are_drafted_badly_are_drafted_less(make_rig: MakeRig) -> None:
+def test_poor_acceptance_shortens_drafts(make_rig: MakeRig) -> None:
     rig = make_rig(speculative_ngram=8, vocab_size=2, max_model_len=128)
     rig.add(SEED, [0, 1] * 10, max_tokens=100)
     lengths = []
@@ -160,7 +160,7 @@ def misled(length: int, count: int, seed: int) -> list[int]:
     return [*pairs, *[4] * (length - len(pairs) - 1), 2]
 
 
-def test_unpredictable_sequences_are_no_longer_drafted_while_predictable_ones_are(
+def test_drafting_stops_only_for_unpredictable_sequences(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(
@@ -188,7 +188,7 @@ def test_unpredictable_sequences_are_no_longer_drafted_while_predictable_ones_ar
     rig.assert_idle()
 
 
-def test_nothing_is_drafted_in_steps_of_more_sequences_than_the_settings_say(
+def test_no_drafts_in_batches_beyond_configured_size(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(speculative_ngram=4, speculative_disable_by_batch_size=1)
@@ -218,7 +218,7 @@ def test_a_request_waits_for_its_drafts_when_plans_overlap(make_rig: MakeRig) ->
     ("given", "lengths"),
     [((None, None), (2, 4)), ((6, None), (6, 6)), ((None, 1), (1, 1)), ((3, 5), (3, 5))],
 )
-def test_one_lookup_length_moves_the_default_of_the_other(
+def test_one_lookup_length_adjusts_default_of_the_other(
     given: tuple[int | None, int | None], lengths: tuple[int, int]
 ) -> None:
     shortest, longest = given
@@ -230,8 +230,6 @@ def test_one_lookup_length_moves_the_default_of_the_other(
     ("given", "prices"),
     [(None, Prices(0.1, 0.3)), (0.4, Prices(0.4, 0.3)), (0.0, Prices(0.0))],
 )
-def test_the_price_of_rows_is_the_executors_unless_it_is_given(
-    given: float | None, prices: Prices
-) -> None:
+def test_row_price_is_from_executor_unless_configured(given: float | None, prices: Prices) -> None:
     executor = ExecutorInfo(9, 9, 9, (), "", row_price=0.1, draft_price=0.3)
     assert draft_prices(SchedulerConfig(speculative_row_price=given), executor) == prices

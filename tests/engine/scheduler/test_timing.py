@@ -11,7 +11,7 @@ def step(rig: Rig, planned: float, known: float) -> dict[int, RequestOutput]:
     return {each.id: each for outputs in rig.update().values() for each in outputs}
 
 
-def test_a_request_that_waits_for_a_slot_queues_and_is_not_prefilled() -> None:
+def test_waiting_for_a_slot_counts_as_queue_time() -> None:
     rig = Rig(max_num_seqs=1)
     rig.now = 1.0
     rig.add(1, [1, 2, 3], max_tokens=2)
@@ -26,14 +26,14 @@ def test_a_request_that_waits_for_a_slot_queues_and_is_not_prefilled() -> None:
     assert step(rig, 25.0, 26.0)[2].timing == RequestTiming(18.0, 2.0, 4.0)
 
 
-def test_the_chunks_of_a_prompt_are_prefill_from_the_first_on() -> None:
+def test_all_chunks_count_as_prefill_time() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.add(1, range(10), max_tokens=1)
     assert step(rig, 1.0, 2.0) == step(rig, 2.0, 3.0) == {}
     assert step(rig, 3.0, 5.0)[1].timing == RequestTiming(1.0, 4.0, 0.0)
 
 
-def test_a_preemption_counts_as_what_it_interrupted() -> None:
+def test_preemption_counts_as_the_interrupted_phase() -> None:
     rig = Rig()
     rig.add(1, [1, 2, 3], max_tokens=2)
     step(rig, 1.0, 2.0)
@@ -41,14 +41,14 @@ def test_a_preemption_counts_as_what_it_interrupted() -> None:
     assert step(rig, 50.0, 60.0)[1].timing == RequestTiming(1.0, 1.0, 58.0, 1)
 
 
-def test_a_request_that_another_engine_began_is_timed_again() -> None:
+def test_moved_request_is_timed_anew() -> None:
     rig = Rig()
     rig.now = 5.0
     rig.add(1, [1, 2, 3], output=[7, 8], max_tokens=4)
     assert step(rig, 6.0, 8.0)[1].timing == RequestTiming(1.0, 2.0)
 
 
-def test_steps_are_counted_by_the_tokens_that_they_computed_or_drew() -> None:
+def test_steps_are_counted_by_computed_and_sampled_tokens() -> None:
     rig = Rig(max_num_batched_tokens=16, enable_prefix_caching=False)
     rig.add(1, range(20), max_tokens=2)
     step(rig, 0.0, 0.0)

@@ -21,7 +21,7 @@ def make_whole(make_rig: MakeRig) -> MakeRig:
     return make
 
 
-def test_a_prompt_waits_until_a_step_holds_all_of_it_and_is_not_overtaken(
+def test_whole_prompt_waits_for_a_step_and_is_not_overtaken(
     make_whole: MakeRig,
 ) -> None:
     rig = make_whole()
@@ -34,7 +34,7 @@ def test_a_prompt_waits_until_a_step_holds_all_of_it_and_is_not_overtaken(
     rig.assert_idle()
 
 
-def test_what_is_cached_of_a_prompt_needs_no_room_in_the_step(make_whole: MakeRig) -> None:
+def test_cached_tokens_need_no_budget(make_whole: MakeRig) -> None:
     rig = make_whole()
     rig.add(1, range(40), max_tokens=1)
     rig.run()
@@ -60,7 +60,7 @@ def test_a_preempted_request_is_computed_again_with_its_tokens_in_one_step(
     rig.assert_complete()
 
 
-def test_a_grant_delays_prompts_but_cuts_none(make_whole: MakeRig) -> None:
+def test_grant_delays_prompts_without_splitting(make_whole: MakeRig) -> None:
     rig = make_whole()
     rig.add(1, range(5), max_tokens=20)
     rig.step()
@@ -73,7 +73,7 @@ def test_a_grant_delays_prompts_but_cuts_none(make_whole: MakeRig) -> None:
     rig.assert_complete()
 
 
-def test_a_policy_gets_the_prompts_that_fit_the_step(make_whole: MakeRig) -> None:
+def test_policy_sees_prompts_that_fit_the_step(make_whole: MakeRig) -> None:
     rig = make_whole()
     rig.add(1, range(40))
     rig.add(2, range(100, 130))
@@ -81,7 +81,7 @@ def test_a_policy_gets_the_prompts_that_fit_the_step(make_whole: MakeRig) -> Non
     assert (state.ready_prefill_tokens, state.ready_prefills) == (40, 1)
 
 
-def test_tenants_share_steps_though_no_prompt_is_cut(make_whole: MakeRig) -> None:
+def test_tenants_share_steps_without_splitting_prompts(make_whole: MakeRig) -> None:
     rig = make_whole(max_slowdown=1.25, max_num_seqs=4, num_kv_blocks=200)
     for id in range(20):
         rig.add(id, range(40), tenant=1)

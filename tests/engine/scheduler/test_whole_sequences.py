@@ -78,7 +78,7 @@ def _prompts(count: int) -> dict[int, list[int]]:
     return {id: [id] * draw.randint(2, 40) for id in range(1, count + 1)}
 
 
-def test_every_sequence_is_computed_once_and_whole() -> None:
+def test_every_sequence_is_computed_once_in_full() -> None:
     for depth in (1, 2):
         rig = Rig(depth=depth)
         prompts = _prompts(60)
@@ -100,7 +100,7 @@ def test_every_sequence_is_computed_once_and_whole() -> None:
         assert rig.scheduler.gauges() == (0, 0, 0.0, 0)
 
 
-def test_a_step_holds_the_longest_sequence_whatever_the_budget() -> None:
+def test_step_fits_longest_sequence_with_any_budget() -> None:
     rig = Rig(budget=16, long_prefill_token_threshold=8)
     rig.add(1, [7] * 40)
     rig.add(2, [7] * 3)
@@ -110,7 +110,7 @@ def test_a_step_holds_the_longest_sequence_whatever_the_budget() -> None:
     assert rig.found[3].error == "the input has 41 tokens, but this engine takes 40"
 
 
-def test_a_grant_holds_sequences_back_but_never_for_good() -> None:
+def test_grant_holds_sequences_only_temporarily() -> None:
     rig = Rig()
     for id in (1, 2, 3):
         rig.add(id, [7] * 20)
@@ -120,7 +120,7 @@ def test_a_grant_holds_sequences_back_but_never_for_good() -> None:
     assert rig.step().counts == [20, 20]
 
 
-def test_tenants_share_steps() -> None:
+def test_tenants_share_steps_of_pooling_models() -> None:
     rig = Rig(budget=80, seqs=32)
     for id in range(1, 101):
         rig.add(id, [7] * 10, tenant=1, group=1)
@@ -131,7 +131,7 @@ def test_tenants_share_steps() -> None:
     assert last < 40, "a few of one tenant do not wait for all of another"
 
 
-def test_an_aborted_sequence_gives_its_place_back() -> None:
+def test_aborted_sequence_releases_its_slot() -> None:
     rig = Rig(depth=2, seqs=2)
     for id in (1, 2, 3):
         rig.add(id, [7] * 10)
@@ -141,7 +141,7 @@ def test_an_aborted_sequence_gives_its_place_back() -> None:
     assert rig.order == [2]
 
 
-def test_what_cannot_be_a_vector_is_refused() -> None:
+def test_invalid_pooling_requests_are_refused() -> None:
     rig = Rig()
     rig.add(1, [])
     rig.add(2, [1000])

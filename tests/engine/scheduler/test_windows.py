@@ -37,7 +37,7 @@ def compute(kv: KVCacheManager, token_ids: list[int], chunk: int) -> BlockTable:
     return table
 
 
-def test_a_window_of_many_layers_at_8192_tokens_takes_what_the_formula_says() -> None:
+def test_blocks_of_sliding_layers_at_8192_tokens_equal_formula() -> None:
     """The groups of a Gemma 3 with 26 layers: four layers each, five of six slide over 512."""
     windows = [None, *[512] * 6]
     kv = manager(20_000, 16, windows, 2048)
@@ -94,7 +94,7 @@ def test_only_blocks_behind_the_window_are_freed(
     num_blocks=st.integers(48, 200),
     chunk=st.integers(1, 16),
 )
-def test_a_hit_is_the_longest_prefix_that_all_groups_have_what_is_read_of(
+def test_hit_is_longest_prefix_usable_by_all_groups(
     windows: list[int | None],
     size: int,
     lengths: list[int],
@@ -147,7 +147,7 @@ def test_the_longest_sequence_is_the_longest_that_fits(
         assert longest == min(limit, num_blocks * size)
 
 
-def test_lookahead_is_what_steps_in_flight_and_one_more_may_have() -> None:
+def test_lookahead_covers_steps_in_flight_and_one_more() -> None:
     scheduling = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
     assert lookahead_tokens(scheduling, 1000) == 2 * 101
     assert lookahead_tokens(scheduling, 1000, num_stages=3) == 4 * 101
@@ -167,7 +167,7 @@ def test_a_sequence_longer_than_all_blocks_runs_in_its_window() -> None:
     assert not rig.scheduler.counters.preemptions
 
 
-def test_a_hit_needs_the_last_window_of_sliding_groups_alone() -> None:
+def test_hit_needs_only_last_window_of_sliding_groups() -> None:
     rig = Rig(num_kv_blocks=200, max_model_len=128, cache_windows=(None, 9))
     prompt = [1 + i % 7 for i in range(80)]
     rig.add(1, prompt)
@@ -179,7 +179,7 @@ def test_a_hit_needs_the_last_window_of_sliding_groups_alone() -> None:
     assert rig.scheduler.counters.prefix_cache_queries == 163
 
 
-def test_blocks_that_others_still_use_do_not_hold_a_prefill_up() -> None:
+def test_shared_blocks_do_not_stall_a_prefill() -> None:
     """A prompt that gets no block for those that it frees, since others hold these, goes on."""
     shared = [1 + i % 7 for i in range(24)]
     rig = Rig(

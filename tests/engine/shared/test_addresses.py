@@ -32,12 +32,12 @@ def test_host_and_port_are_split_and_joined_again(text: str, host: str, port: in
 
 
 @pytest.mark.parametrize("text", ["::1:7550", "fd00::1", "head", "head:", ":7550", "head:x", ""])
-def test_what_is_no_host_and_port_is_refused(text: str) -> None:
+def test_invalid_host_and_port_is_refused(text: str) -> None:
     with pytest.raises(BadAddress):
         split_host_port(text)
 
 
-def test_brackets_that_are_there_stay_single() -> None:
+def test_existing_brackets_are_not_doubled() -> None:
     assert join_host_port("[fd00::5]", 1) == "[fd00::5]:1"
 
 
@@ -76,24 +76,24 @@ def test_loopback_addresses_of_both_families_are_known() -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "::"])
-def test_all_interfaces_are_those_of_ipv4_and_of_ipv6(host: str) -> None:
+def test_all_interfaces_include_ipv4_and_ipv6(host: str) -> None:
     with closing(listen(host, 0, 5)) as listener:
         port = listener.getsockname()[1]
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, port), timeout=5).close()
 
 
-def test_without_ipv6_all_interfaces_are_those_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_interfaces_without_ipv6_are_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with closing(listen("*", 0, 5)) as listener:
         assert listener.family == socket.AF_INET
 
 
-def test_a_port_that_is_taken_is_an_error() -> None:
+def test_port_in_use_is_an_error() -> None:
     with closing(listen("*", 0, 5)) as listener, pytest.raises(OSError, match="in use"):
         listen("*", listener.getsockname()[1], 5)
 
 
-def test_the_way_to_an_address_has_an_address_of_its_family() -> None:
+def test_route_to_address_has_same_family() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     assert address_towards("::1", 9) == "::1"

@@ -36,7 +36,7 @@ def test_hidden_devices_do_not_count(tmp_path: Path, visible: str | None, count:
     assert num_cuda_devices(environment, root, torch=root) == count
 
 
-def test_without_devices_or_a_torch_for_them_there_are_none(tmp_path: Path) -> None:
+def test_no_devices_without_cuda_torch(tmp_path: Path) -> None:
     root = machine(tmp_path, devices=2, cuda=None)
     assert num_cuda_devices({}, root, torch=root) == 0
     assert num_cuda_devices({}, root, torch=root / "missing") == 0

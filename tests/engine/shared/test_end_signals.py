@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SCRIPT = "from engine.shared.own_process import end_signals; print(*map(int, end_signals()))"
+SCRIPT = "from engine.shared.process_state import end_signals; print(*map(int, end_signals()))"
 IN_A_TERMINAL = (
     "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "os.execvp(sys.argv[1], sys.argv[1:])"
@@ -21,7 +21,7 @@ IN_A_TERMINAL = (
         (["nohup"], {signal.SIGTERM, signal.SIGINT}),
     ],
 )
-def test_a_closing_terminal_ends_what_is_not_under_nohup(
+def test_closing_terminal_ends_process_unless_nohup(
     command: list[str], expected: set[signal.Signals]
 ) -> None:
     done = subprocess.run(

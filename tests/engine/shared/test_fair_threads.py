@@ -24,7 +24,7 @@ def drained(queue: FairQueue[str], seconds: dict[Hashable, float]) -> list[str]:
     return order
 
 
-def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
+def test_tenants_alternate_regardless_of_load() -> None:
     queue: FairQueue[str] = FairQueue(100, 50)
     for number in range(4):
         queue.push(1, f"a{number}")
@@ -33,7 +33,7 @@ def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
     assert drained(queue, {1: 1.0, 2: 1.0, 3: 1.0}) == ["a0", "b0", "c0", "a1", "a2", "a3"]
 
 
-def test_turns_are_of_time_and_not_of_items() -> None:
+def test_fairness_is_by_time_and_not_by_items() -> None:
     queue: FairQueue[str] = FairQueue(100, 50)
     for number in range(3):
         queue.push(1, f"a{number}")
@@ -55,7 +55,7 @@ def test_late_tenants_get_no_compensation() -> None:
     assert drained(queue, {1: 1.0, 2: 1.0}) == ["a2", "b0", "b1", "b2"]
 
 
-def test_a_tenant_fills_its_own_part_only() -> None:
+def test_tenant_fills_only_its_share() -> None:
     queue: FairQueue[str] = FairQueue(5, 3)
     for _ in range(3):
         queue.push(1, "a")
@@ -84,7 +84,7 @@ def test_a_thread_is_left_for_others(threads: ThreadPoolExecutor) -> None:
     assert all(each.result(GUARD) for each in held)
 
 
-def test_one_tenant_alone_gets_everything_done_and_errors_are_its_own(
+def test_single_tenant_is_served_and_gets_its_errors(
     threads: ThreadPoolExecutor,
 ) -> None:
     executor = FairExecutor(threads.submit, 2, max_waiting=4, max_of_tenant=2)
@@ -118,7 +118,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("threads", [2, 6])
-def test_one_tenants_flood_does_not_hold_up_another(threads: int) -> None:
+def test_flood_of_one_tenant_does_not_delay_another(threads: int) -> None:
     asyncio.run(_flood(threads))
 
 
@@ -140,7 +140,7 @@ async def _flood(threads: int) -> None:
     ]
 
 
-def test_in_one_thread_another_tenant_is_next() -> None:
+def test_single_thread_alternates_tenants() -> None:
     asyncio.run(_one_thread())
 
 

@@ -39,7 +39,7 @@ def file(
     return path
 
 
-def test_metadata_and_places_of_tensors_are_read(tmp_path: Path) -> None:
+def test_metadata_and_tensor_offsets_are_read(tmp_path: Path) -> None:
     numbers = struct.pack("<IQ3I", U32, 3, 7, 8, 9)
     strings = struct.pack("<IQ", STRING, 2) + text(b"a") + text("ß".encode())
     path = file(
@@ -100,7 +100,7 @@ def test_hostile_files_are_refused(tmp_path: Path, parts: dict, reason: str) -> 
         read_gguf(file(tmp_path, **parts))
 
 
-def test_a_file_that_ends_anywhere_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused_at_any_length(tmp_path: Path) -> None:
     whole = file(
         tmp_path,
         entries=[entry(b"name", STRING, text(b"x"))],

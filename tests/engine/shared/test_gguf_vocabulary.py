@@ -50,7 +50,7 @@ def test_byte_level_tokens_are_merged_and_special_ones_found() -> None:
     assert tokenizer.decode([3, 8, 9, 0], skip_special_tokens=True) == "hi hi<tool>"
 
 
-def test_digits_are_cut_where_the_model_learnt_them_so() -> None:
+def test_digits_are_split_as_in_the_model() -> None:
     assert made(**byte_level()).encode("12").tokens == ["1", "2"]
     assert made(**byte_level(pre="gpt-2")).encode("12").tokens == ["12"]
     assert made(**byte_level(pre="llama-bpe")).encode("12").tokens == ["12"]
@@ -69,7 +69,7 @@ def test_digits_are_cut_where_the_model_learnt_them_so() -> None:
         ("command-r", ["HelloWorld", "'s", " ", "1", "2", "3", "4", " x"]),
     ],
 )
-def test_texts_are_cut_as_each_model_learnt(pre: str, pieces: list[str]) -> None:
+def test_texts_are_pretokenized_as_in_each_model(pre: str, pieces: list[str]) -> None:
     cut = made(**byte_level(pre=pre)).pre_tokenizer.pre_tokenize_str("HelloWorld's 1234 x")
     assert [piece.replace("Ġ", " ") for piece, _ in cut] == pieces
 
@@ -87,7 +87,7 @@ def test_sentence_piece_merges_by_scores_and_falls_back_to_bytes() -> None:
     assert made(**sentence_piece(add_space_prefix=False)).encode("ab").tokens == ["<s>", "ab"]
 
 
-def test_llama_3_begins_with_its_token_unless_the_file_says_otherwise() -> None:
+def test_llama_3_adds_bos_token_unless_file_disables_it() -> None:
     numbered = {"bos_token_id": 0}
     for pre in ("llama-bpe", "llama-v3", "llama3"):
         assert made(**byte_level(pre=pre, **numbered)).encode("hi").tokens == ["<end>", "hi"]
@@ -97,7 +97,7 @@ def test_llama_3_begins_with_its_token_unless_the_file_says_otherwise() -> None:
     assert made(**told).encode("hi").tokens == ["hi"]
 
 
-def test_texts_end_with_a_token_where_the_file_says_so() -> None:
+def test_eos_token_is_added_if_file_enables_it() -> None:
     assert made(**byte_level(add_eos_token=True)).encode("hi").tokens == ["hi", "<end>"]
     both = sentence_piece(eos_token_id=2, add_eos_token=True)
     assert made(**both).encode("ab").tokens == ["<s>", SPACE, "ab", "</s>"]
@@ -127,6 +127,6 @@ def test_named_tokens_are_reported() -> None:
         (sentence_piece(scores=[0.0] * 2, tokens=["a" * 9000, "a" * 9001]), "too long"),
     ],
 )
-def test_tokenizers_that_make_no_sense_are_refused(metadata: dict[str, Any], reason: str) -> None:
+def test_invalid_tokenizers_are_refused(metadata: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadGguf, match=reason):
         made(**metadata)

@@ -25,7 +25,7 @@ def until_checked(watch: HandshakeWatch, failures: int) -> None:
         watch.check()
 
 
-def test_a_wrong_key_is_logged_on_both_sides_and_disturbs_nobody(
+def test_wrong_key_is_logged_on_both_sides_without_other_effect(
     tmp_path: Path, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = transport(tmp_path, "a", context), transport(tmp_path, "b", context)
@@ -49,7 +49,7 @@ def test_a_wrong_key_is_logged_on_both_sides_and_disturbs_nobody(
         watch.socket.close(linger=0)
 
 
-def test_there_is_nothing_to_watch_without_keys(tmp_path: Path, context: Context) -> None:
+def test_handshakes_are_not_watched_without_keys(tmp_path: Path, context: Context) -> None:
     local = Transport(ClusterConfig(), context)
     address = f"ipc://{tmp_path}/socket"
     assert local.watch(local.bind(zmq.PULL, address), address, binder=True) is None

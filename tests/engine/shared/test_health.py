@@ -28,14 +28,14 @@ def answers(health: Health) -> tuple[int, int]:
     return health.answer("/health").status, health.answer("/ready").status
 
 
-def test_starting_lives_but_takes_nothing_however_long_it_takes() -> None:
+def test_starting_process_is_alive_but_not_ready() -> None:
     clock = Clock()
     health = Health(60.0, clock)
     clock.now += 1000
     assert answers(health) == (200, 503)
 
 
-def test_ready_while_the_loop_turns_and_neither_when_it_stalls() -> None:
+def test_process_is_ready_while_loop_runs_and_unhealthy_when_stalled() -> None:
     clock = Clock()
     health = Health(60.0, clock)
     health.ready()
@@ -60,7 +60,7 @@ def test_an_engine_is_healthy_in_a_step_that_step_timeout_allows() -> None:
     assert answers(health) == (503, 503), "it hangs elsewhere"
 
 
-def test_draining_lives_but_takes_nothing() -> None:
+def test_draining_process_is_alive_but_not_ready() -> None:
     health = Health(60.0)
     health.ready()
     health.drain()
@@ -68,7 +68,7 @@ def test_draining_lives_but_takes_nothing() -> None:
     assert health.answer("/ready").body == "draining"
 
 
-def test_answers_over_http_and_to_the_probe(
+def test_health_is_served_over_http_and_to_the_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health, port = Health(60.0), free_port()
@@ -87,7 +87,7 @@ def test_answers_over_http_and_to_the_probe(
     assert main(["SWELL_HEALTH_PORT", "/health"]) == 1
 
 
-def test_a_probe_that_hangs_up_leaves_no_traceback(
+def test_disconnecting_probe_logs_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     health, port = Health(60.0), free_port()
@@ -111,7 +111,7 @@ def test_a_probe_that_hangs_up_leaves_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_probe_says_why_nobody_answers() -> None:
+def test_probe_prints_reason_without_answer() -> None:
     began = time.monotonic()
     healthy, text = probe(free_port(), "/health", tls=False)
     assert not healthy
@@ -119,7 +119,7 @@ def test_the_probe_says_why_nobody_answers() -> None:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_a_taken_port_is_an_error() -> None:
+def test_health_port_in_use_is_an_error() -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()

@@ -14,7 +14,7 @@ from engine.shared.lifeline import LIFELINE_VARIABLE, FrameReader, Lifeline, pac
 from engine.shared.messages import ChildFailed, ChildProgress, ChildReady, ChildStatus
 
 
-def test_launch_parameters_and_statuses_cross_it() -> None:
+def test_launch_parameters_and_statuses_are_exchanged() -> None:
     ours, theirs = socket.socketpair()
     launch = EngineLaunch(EngineConfig(), incarnation=2**47 + 1)
     ours.sendall(pack_frame(launch))
@@ -32,7 +32,7 @@ def test_launch_parameters_and_statuses_cross_it() -> None:
     theirs.close()
 
 
-def test_without_a_supervisor_what_keeps_a_process_from_starting_is_an_error(
+def test_start_failure_without_supervisor_raises(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO"):
@@ -45,7 +45,7 @@ def test_without_a_supervisor_what_keeps_a_process_from_starting_is_an_error(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_frames_survive_any_cutting(size: int) -> None:
+def test_frames_survive_arbitrary_fragmentation(size: int) -> None:
     stream = b"".join(pack_frame(ChildProgress("phase " * n)) for n in range(5))
     reader = FrameReader(ChildStatus)
     pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
@@ -53,7 +53,7 @@ def test_frames_survive_any_cutting(size: int) -> None:
     assert messages == [ChildProgress("phase " * n) for n in range(5)]
 
 
-def test_an_exited_supervisor_is_an_error_not_a_hang() -> None:
+def test_exited_supervisor_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     ours.close()
     with pytest.raises(EOFError):
@@ -64,7 +64,7 @@ def test_an_exited_supervisor_is_an_error_not_a_hang() -> None:
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) -> None:
+def test_child_exits_with_its_supervisor_even_if_stuck(stuck: bool) -> None:
     ours, theirs = socket.socketpair()
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stuck else ""
     program = (
@@ -92,7 +92,7 @@ def test_a_child_ends_when_its_supervisor_dies_even_if_it_is_stuck(stuck: bool) 
 
 
 @pytest.mark.parametrize("reaction", ["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: sys.exit()"])
-def test_a_child_whose_supervisor_dies_ends_with_what_it_has_started(reaction: str) -> None:
+def test_descendants_of_child_exit_with_its_supervisor(reaction: str) -> None:
     ours, theirs = socket.socketpair()
     program = (
         "import signal, subprocess, sys, time; from engine.shared.lifeline import Lifeline;"
@@ -117,7 +117,7 @@ def test_a_child_whose_supervisor_dies_ends_with_what_it_has_started(reaction: s
     child.stdout.close()
 
 
-def test_a_child_that_is_ended_by_its_lifeline_ends_without_a_word() -> None:
+def test_child_ended_by_lifeline_exits_silently() -> None:
     ours, theirs = socket.socketpair()
     program = (
         "import os, sys; from engine.shared.lifeline import Lifeline;"

@@ -70,7 +70,7 @@ def test_both_keys_are_accepted_and_no_other(
     assert not arrives(pull, address, WRONG, wait=500)
 
 
-def test_a_key_that_is_added_while_it_runs_is_accepted_and_connections_stay(
+def test_key_added_at_run_time_is_accepted_and_connections_stay(
     context: Context, tmp_path: Path, arrives: Arrives
 ) -> None:
     node = Node(tmp_path / "node", OLD)
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     assert arrives(pull, bound_address(pull, "127.0.0.1"), OLD)
 
 
-def test_a_port_that_somebody_has_is_not_shared_with_them(context: Context, tmp_path: Path) -> None:
+def test_port_used_by_other_process_is_not_shared(context: Context, tmp_path: Path) -> None:
     transport = Node(tmp_path / "node", OLD, NEW).transport(context)
     port = bound_address(transport.bind(zmq.PULL, "tcp://127.0.0.1:*"), "x").rpartition(":")[2]
     with pytest.raises(OSError, match="in use"):

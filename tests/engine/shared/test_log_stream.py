@@ -38,13 +38,13 @@ def everything(reader: IO[bytes], stream: LogStream) -> bytes:
             return read
 
 
-def test_a_line_is_out_before_write_returns(pipe: tuple[IO[bytes], LogStream]) -> None:
+def test_line_is_written_before_write_returns(pipe: tuple[IO[bytes], LogStream]) -> None:
     reader, stream = pipe
     print("last words", file=stream)
     assert reader.read(100) == b"last words\n"
 
 
-def test_a_reader_that_stops_reading_blocks_nobody_and_gets_all_later(
+def test_stalled_reader_blocks_no_writer_and_gets_all_lines_later(
     pipe: tuple[IO[bytes], LogStream],
 ) -> None:
     reader, stream = pipe
@@ -53,7 +53,7 @@ def test_a_reader_that_stops_reading_blocks_nobody_and_gets_all_later(
     assert everything(reader, stream) == LINE.encode() * 500
 
 
-def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], LogStream]) -> None:
+def test_excess_lines_are_dropped_and_counted_once(pipe: tuple[IO[bytes], LogStream]) -> None:
     reader, stream = pipe
     lines = 2 * MAX_BACKLOG // len(LINE)
     for _ in range(lines):
@@ -69,7 +69,7 @@ def test_what_is_too_much_is_dropped_and_counted_once(pipe: tuple[IO[bytes], Log
     assert read.endswith(b"on we go\n")
 
 
-def test_an_exited_reader_raises_nothing() -> None:
+def test_exited_reader_raises_no_error() -> None:
     reading, writing = os.pipe()
     with LogStream(writing) as stream:
         os.close(reading)
@@ -90,7 +90,7 @@ def test_a_closed_stream_ends_its_thread_and_writes_nothing_more() -> None:
         until(lambda: threading.active_count() <= before, "its thread ends")
 
 
-def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStream]) -> None:
+def test_lines_of_threads_are_not_interleaved(pipe: tuple[IO[bytes], LogStream]) -> None:
     reader, stream = pipe
     threads = [
         threading.Thread(target=lambda c=letter: [stream.write(f"{c * 700}\n") for _ in range(200)])
@@ -109,7 +109,7 @@ def test_threads_do_not_cut_into_each_others_lines(pipe: tuple[IO[bytes], LogStr
     assert all(len(set(line)) == 1 and len(line) == 700 for line in lines)
 
 
-def test_a_caller_that_made_the_pipe_non_blocking_does_no_harm() -> None:
+def test_non_blocking_pipe_is_supported() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETFL, os.O_NONBLOCK)
     with os.fdopen(reading, "rb", buffering=0) as reader, LogStream(writing) as stream:
@@ -119,7 +119,7 @@ def test_a_caller_that_made_the_pipe_non_blocking_does_no_harm() -> None:
     os.close(writing)
 
 
-def test_a_full_disk_loses_lines_and_says_so_when_there_is_room_again(tmp_path: Path) -> None:
+def test_lines_lost_on_full_disk_are_reported_later(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = """
 import resource, signal
@@ -146,13 +146,13 @@ stream.write("room again\\n")
     ]
 
 
-def test_no_space_left_is_no_error_of_the_program() -> None:
+def test_full_disk_raises_no_error() -> None:
     with Path("/dev/full").open("wb") as full, LogStream(full.fileno()) as stream:
         print("not written", file=stream, flush=True)
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
-def test_what_is_opened_never_takes_the_place_of_a_closed_standard_error(closed: str) -> None:
+def test_opened_files_never_get_descriptor_of_closed_stderr(closed: str) -> None:
     program = (
         "import os, sys; from engine.shared.logs import open_standard_descriptors as o; o();"
         "from engine.shared.logs import name_process; name_process('x', 'info');"

@@ -47,18 +47,18 @@ def test_json_lines_have_their_process_and_the_fields_that_callers_add() -> None
     assert "ValueError: bad\nluck" in second["exception"]
 
 
-def test_text_lines_are_for_people() -> None:
+def test_text_lines_are_human_readable() -> None:
     lines = run("text")
     assert lines[0].endswith("INFO    [api 3] request abc came")
     assert any(line.startswith("Traceback") for line in lines)
 
 
-def test_fields_of_callers_replace_nothing() -> None:
+def test_extra_fields_replace_no_standard_fields() -> None:
     record = logging.makeLogRecord({"msg": "real", "name": "x", "level": "forged"})
     assert json.loads(JsonFormatter("p").format(record))["level"] != "forged"
 
 
-def test_what_a_console_prints_becomes_records(caplog: pytest.LogCaptureFixture) -> None:
+def test_console_output_becomes_log_records(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     console = Console(file=LogLines(logging.getLogger("console")))
     console.print("[bold green]swell is ready[/] after 1.2 s", highlight=False, soft_wrap=True)

@@ -55,7 +55,7 @@ def protocol_of_hello(member: Membership) -> int:
     return hello.protocol
 
 
-def test_a_coordinator_of_the_protocol_before_is_spoken_to_in_its_own() -> None:
+def test_coordinator_of_previous_protocol_is_joined_with_it() -> None:
     me = dataclasses.replace(ME, group_config={"dtype": "f", "device": "cpu"})
     member = Membership(me, heartbeat_interval=1.0)
     refused = Refused("protocol is 4 there but 3 at the coordinator", field="protocol")
@@ -71,7 +71,7 @@ def test_a_coordinator_of_the_protocol_before_is_spoken_to_in_its_own() -> None:
     assert protocol_of_hello(member) == PROTOCOL_VERSION, "it may have been upgraded"
 
 
-def test_two_refusals_of_a_repeated_hello_do_not_hide_the_protocol_that_is_spoken() -> None:
+def test_repeated_refusal_does_not_hide_coordinator_protocol() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     refused = Refused("protocol", field="protocol")
     assert [member.receive(refused) for _ in range(2)] == [None, None]
@@ -79,7 +79,7 @@ def test_two_refusals_of_a_repeated_hello_do_not_hide_the_protocol_that_is_spoke
     assert isinstance(member.receive(older), Joined)
 
 
-def test_a_coordinator_that_speaks_no_protocol_of_ours_refuses_for_good() -> None:
+def test_coordinator_without_common_protocol_is_a_final_refusal() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     refused = Refused("protocol", field="protocol")
     events = [member.receive(refused) for _ in range(20)]
@@ -87,7 +87,7 @@ def test_a_coordinator_that_speaks_no_protocol_of_ours_refuses_for_good() -> Non
     assert events[:3] == [None] * 3
 
 
-def test_a_member_that_serves_goes_on_when_a_restarted_coordinator_refuses_it() -> None:
+def test_serving_member_continues_if_restarted_coordinator_refuses_it() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     member.receive(welcome(epoch=1))
     member.ready(SETUP)
@@ -114,7 +114,7 @@ def test_hello_is_repeated_until_answered() -> None:
     assert kinds(member.tick(1.6)) == [Heartbeat]
 
 
-def test_ready_is_sent_at_once_and_repeated_as_the_heartbeat() -> None:
+def test_ready_is_sent_immediately_and_repeated_as_heartbeat() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     member.tick(0.0)
     member.receive(welcome(epoch=1))
@@ -140,7 +140,7 @@ def test_a_coordinator_that_does_not_know_the_member_gets_everything_again() -> 
     assert kinds(member.tick(0.3)) == [Ready]
 
 
-def test_the_answer_to_a_repeated_hello_is_no_second_event() -> None:
+def test_repeated_welcome_causes_no_second_event() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     member.tick(0.0)
     assert member.receive(welcome(epoch=1)) is not None
@@ -155,7 +155,7 @@ def test_only_a_final_refusal_ends_the_attempt() -> None:
     assert member.receive(Refused("dtype differs")) == Rejected("dtype differs")
 
 
-def test_a_member_says_that_its_number_was_given_to_it_and_hears_that_another_has_it() -> None:
+def test_member_learns_that_its_assigned_number_is_taken() -> None:
     member = Membership(ME, heartbeat_interval=1.0)
     (hello,) = member.tick(0.0)
     assert isinstance(hello, Hello)
@@ -187,7 +187,7 @@ def test_group_status_is_reported_immediately_and_in_every_heartbeat() -> None:
     assert member.tick(0.5) == [Ready("engine", 3, 42, SETUP, joined)]
 
 
-def test_every_heartbeat_says_what_the_process_takes_of_its_machine() -> None:
+def test_every_heartbeat_reports_resource_usage() -> None:
     uses = iter([ProcessUse(0.5, 100, 7, 1024, 99.0), ProcessUse(1.5, 200, 8, 1024, 99.0), None])
     member = Membership(ME, heartbeat_interval=1.0, use=lambda: next(uses))
     member.tick(0.0)  # it asks to join, which says nothing of that

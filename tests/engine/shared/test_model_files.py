@@ -12,7 +12,7 @@ from engine.shared.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME, ModelConfig
 from engine.shared.model_files import ModelNotFound, model_directory, served_names
 
 
-def test_the_bundled_model_has_its_name_by_whatever_path(tmp_path: Path) -> None:
+def test_bundled_model_has_same_name_under_any_path(tmp_path: Path) -> None:
     link = tmp_path / "a-link"
     link.symlink_to(BUNDLED_MODEL)
     parent = tmp_path / "another"
@@ -21,7 +21,7 @@ def test_the_bundled_model_has_its_name_by_whatever_path(tmp_path: Path) -> None
         assert served_names(ModelConfig(model=str(path))) == (BUNDLED_MODEL_NAME,)
 
 
-def test_another_directory_is_called_as_it_is_and_not_as_its_link(tmp_path: Path) -> None:
+def test_model_is_named_after_directory_and_not_its_link(tmp_path: Path) -> None:
     directory = tmp_path / BUNDLED_MODEL.name
     directory.mkdir()
     (tmp_path / "a-link").symlink_to(directory)
@@ -30,7 +30,7 @@ def test_another_directory_is_called_as_it_is_and_not_as_its_link(tmp_path: Path
     assert served_names(ModelConfig(model="org/name")) == ("org/name",)
 
 
-def test_a_directory_that_may_not_be_read_is_refused_with_what_to_type() -> None:
+def test_unreadable_directory_is_refused_with_command_to_fix() -> None:
     # Not below tmp_path, which other users may not enter.
     root = Path(tempfile.mkdtemp(prefix="swell-rights-"))
     user = os.geteuid()

@@ -40,7 +40,7 @@ class Holder:
         self.process.communicate()
 
 
-def test_files_that_the_operator_keeps_in_the_directory_survive(tmp_path: Path) -> None:
+def test_operator_files_in_directory_survive(tmp_path: Path) -> None:
     parent = tmp_path / "mine"
     parent.mkdir(mode=0o700)
     (parent / "thesis.txt").write_text("years of work")
@@ -74,13 +74,13 @@ def test_another_users_directory_is_refused(
         NodeDirectory(str(parent))
 
 
-def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_file_instead_of_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         NodeDirectory(str(tmp_path / "file"))
 
 
-def test_what_a_killed_predecessor_left_is_removed_and_what_the_living_use_is_not(
+def test_leftovers_of_dead_processes_are_removed_and_live_files_kept(
     tmp_path: Path,
 ) -> None:
     parent = tmp_path / "node"
@@ -95,7 +95,7 @@ def test_what_a_killed_predecessor_left_is_removed_and_what_the_living_use_is_no
         living.kill()
 
 
-def test_shared_files_that_a_cleaner_removed_are_the_same_files_again(tmp_path: Path) -> None:
+def test_shared_files_removed_by_cleaner_are_restored(tmp_path: Path) -> None:
     with NodeDirectory(str(tmp_path / "node")) as node:
         rows = node.share("admission/rows")
         rows.write_bytes(b"before")
@@ -121,7 +121,7 @@ def test_a_recreated_directory_is_locked_again(tmp_path: Path) -> None:
             assert neighbour.path != node.path
 
 
-def test_what_another_put_in_its_place_is_not_used(tmp_path: Path) -> None:
+def test_replaced_directory_is_not_used(tmp_path: Path) -> None:
     with NodeDirectory(str(tmp_path / "node")) as node:
         shutil.rmtree(node.path)
         node.path.mkdir()

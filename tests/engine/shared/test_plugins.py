@@ -24,7 +24,7 @@ def test_a_plugin_is_loaded_by_its_name() -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_a_plugin_that_is_not_installed_is_refused_with_those_that_are() -> None:
+def test_missing_plugin_is_refused_with_installed_ones() -> None:
     with pytest.raises(BadPlugin, match=r"--test other: .*'swell\.tests'; there are fails, number"):
         load_plugin("swell.tests", "other", "--test", instance_of(int))
 

@@ -25,7 +25,7 @@ def _sentence(directory: Path, pooling: dict[str, Any], *modules: str) -> None:
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
-def test_what_a_model_is_for_follows_from_its_architecture(tmp_path: Path) -> None:
+def test_model_task_follows_from_architecture(tmp_path: Path) -> None:
     assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}) is None
     assert _read(tmp_path, {"architectures": ["LlamaForCausalLM"]}, runner="generate") is None
     assert _read(tmp_path, {"architectures": ["GPT2LMHeadModel"]}) is None
@@ -44,7 +44,7 @@ def test_what_a_model_is_for_follows_from_its_architecture(tmp_path: Path) -> No
     assert (forced.pooling, forced.normalize, forced.in_one_step) == ("last", True, False)
 
 
-def test_labels_and_activation_of_classifiers(tmp_path: Path) -> None:
+def test_labels_and_activation_of_classifiers_are_read(tmp_path: Path) -> None:
     named = {"architectures": ["BertForSequenceClassification"]}
     spec = _read(tmp_path, named | {"id2label": {"1": "good", "0": "bad"}})
     assert spec is not None
@@ -98,7 +98,7 @@ def test_the_files_of_sentence_transformers_are_read(
         _read(tmp_path, {"architectures": ["BertModel"]})
 
 
-def test_settings_go_before_files(tmp_path: Path) -> None:
+def test_settings_override_files(tmp_path: Path) -> None:
     _sentence(tmp_path, {"pooling_mode": "mean"}, "Transformer", "Pooling", "Normalize")
     text = '{"pooling_type": "CLS", "normalize": false, "max_embed_len": 9, "dimensions": [2, 4]}'
     spec = _read(tmp_path, {"architectures": ["BertModel"]}, pooler_config=text)
@@ -140,7 +140,7 @@ SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
     ],
     ids=str,
 )
-def test_the_names_of_vllm_s_pooler_config(
+def test_pooler_config_accepts_vllm_names(
     config: dict[str, Any], text: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     spec = _read(tmp_path, config, pooler_config=text)
@@ -171,7 +171,7 @@ def test_the_names_of_vllm_s_pooler_config(
     ],
     ids=str,
 )
-def test_settings_of_pooling_that_there_are_not(
+def test_invalid_pooler_config_is_refused(
     config: dict[str, Any], text: str, reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadPooling, match=reason) as refused:
@@ -179,7 +179,7 @@ def test_settings_of_pooling_that_there_are_not(
     assert str(refused.value).startswith("--pooler-config: ")
 
 
-def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_pooling_is_refused_by_name(tmp_path: Path) -> None:
     bert = {"architectures": ["BertModel"]}
     with pytest.raises(BadPooling, match="--runner generate: BertModel generates nothing"):
         _read(tmp_path, bert, runner="generate")

@@ -5,10 +5,10 @@ import os
 import psutil
 import pytest
 
-from engine.shared.own_process import Descriptors, process_use
+from engine.shared.process_state import Descriptors, process_use
 
 
-def test_a_process_says_what_it_takes_of_its_machine() -> None:
+def test_process_reports_resource_usage() -> None:
     process = psutil.Process()
     held = os.urandom(32 << 20)
     before, use, after = process.cpu_times(), process_use(), process.cpu_times()

@@ -23,7 +23,7 @@ def test_a_replaced_member_leaves_and_joins() -> None:
     assert roster.members == {0: Member(20)}
 
 
-def test_a_restarted_coordinator_that_knows_nobody_yet_loses_nobody() -> None:
+def test_empty_view_of_restarted_coordinator_loses_no_member() -> None:
     roster: Roster[Member] = Roster(grace=5)
     roster.update(1, {0: Member(10), 1: Member(11)}, now=0)
     assert roster.update(2, {}, now=1) == Change([], [])
@@ -40,7 +40,7 @@ def test_a_member_that_the_new_epoch_listed_once_leaves_at_once() -> None:
     assert roster.update(2, {}, now=1.1) == Change([], [0])
 
 
-def test_a_member_that_comes_back_within_the_grace_stays() -> None:
+def test_member_returning_within_grace_stays() -> None:
     roster: Roster[Member] = Roster(grace=5)
     roster.update(1, {0: Member(10)}, now=0)
     roster.update(2, {}, now=1)
@@ -48,11 +48,11 @@ def test_a_member_that_comes_back_within_the_grace_stays() -> None:
     assert roster.expire(now=100) == []
 
 
-def test_the_grace_period_of_a_missing_member_restarts_when_it_is_heard() -> None:
+def test_grace_period_restarts_when_member_is_heard() -> None:
     roster: Roster[Member] = Roster(grace=5)
     roster.update(1, {0: Member(10), 1: Member(11)}, now=0)
     roster.update(2, {}, now=1)
-    roster.lives(0, now=4)
+    roster.record_alive(0, now=4)
     assert roster.expire(now=7) == [1]
     assert roster.expire(now=8) == []
     assert roster.expire(now=10) == [0]

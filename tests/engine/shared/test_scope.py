@@ -14,14 +14,14 @@ def test_internal_balancing_reaches_every_engine() -> None:
     assert scope.contains(7, "elsewhere")
 
 
-def test_hybrid_balancing_reaches_the_engines_of_the_own_node() -> None:
+def test_hybrid_balancing_reaches_engines_of_same_node() -> None:
     scope = front_end_scope(ParallelConfig(data_parallel_lb="hybrid"), HERE)
     assert scope == Scope(node="a")
     assert scope.contains(7, "a")
     assert not scope.contains(7, "b")
 
 
-def test_external_balancing_reaches_one_engine_wherever_it_is() -> None:
+def test_external_balancing_reaches_one_engine_on_any_node() -> None:
     parallel = ParallelConfig(data_parallel_lb="external", data_parallel_rank=7)
     scope = front_end_scope(parallel, HERE)
     assert scope.contains(7, "b")
@@ -43,7 +43,7 @@ def test_external_balancing_needs_to_know_its_engine() -> None:
         (ParallelConfig(data_parallel_size_local=0), 0, None),
     ],
 )
-def test_a_node_runs_so_many_engines_from_such_a_rank(
+def test_node_runs_configured_number_of_engines_from_start_rank(
     parallel: ParallelConfig, engines: int, first_rank: int | None
 ) -> None:
     assert parallel.engines_on_node == engines

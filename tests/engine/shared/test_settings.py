@@ -33,7 +33,7 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path: Pa
     assert config.cache.enable_prefix_caching
 
 
-def test_switches_lists_and_optional_numbers_are_understood() -> None:
+def test_booleans_lists_and_optional_numbers_are_parsed() -> None:
     config = load(
         ["--no-enable-prefix-caching", "--served-model-name", "a", "b", "--max-model-len", "99"]
     )
@@ -44,7 +44,7 @@ def test_switches_lists_and_optional_numbers_are_understood() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
-def test_types_have_the_names_that_vllm_has_for_them_too(name: str, dtype: str) -> None:
+def test_dtypes_accept_vllm_names(name: str, dtype: str) -> None:
     assert load(["--dtype", name]).model.dtype == dtype
     assert load([], {"SWELL_DTYPE": name}).model.dtype == dtype
 
@@ -63,7 +63,7 @@ def test_an_empty_variable_counts_as_absent() -> None:
         (["--prompt-lookup-min", "5", "--prompt-lookup-max", "3"], {}, "^prompt_lookup_min is 5"),
     ],
 )
-def test_a_bad_value_is_refused_by_the_name_it_came_under(
+def test_invalid_value_is_refused_by_name_of_its_source(
     argv: list[str], environment: dict[str, str], named: str
 ) -> None:
     with pytest.raises(SettingsError, match=named):
@@ -93,7 +93,7 @@ def test_a_misspelt_key_of_a_file_gets_a_suggestion(tmp_path: Path, key: str, me
         load([], {}, file)
 
 
-def test_a_misspelt_variable_is_reported_and_one_of_another_program_is_not() -> None:
+def test_misspelt_variable_is_reported_and_foreign_one_is_not() -> None:
     environment = ["SWELL_MAX_NUM_SEQ", "SWELL_BLOCK_SIZE", "SWELL_SERVICE_HOST", "MAX_NUM_SEQ"]
     told = list(settings.misspelt_variables(environment, settings.settings_of(EngineConfig)))
     assert told == [
@@ -101,7 +101,7 @@ def test_a_misspelt_variable_is_reported_and_one_of_another_program_is_not() -> 
     ]
 
 
-def test_a_setting_that_holds_json_may_be_a_mapping_in_the_file(tmp_path: Path) -> None:
+def test_json_setting_can_be_a_mapping_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "swell.yaml"
     file.write_text("override-generation-config:\n  temperature: 0.2\n  stop: [a, b]\n")
     text = load([], {}, file).model.override_generation_config
@@ -128,7 +128,7 @@ def test_every_setting_has_a_help_text_and_one_name(config_type: type) -> None:
         ("17", 17),
     ],
 )
-def test_sizes_are_taken_with_their_units(tmp_path: Path, text: str, number: int) -> None:
+def test_sizes_can_have_units(tmp_path: Path, text: str, number: int) -> None:
     assert load(["--kv-cache-memory-bytes", text]).cache.kv_cache_memory_bytes == number
     variable = {"SWELL_KV_CACHE_MEMORY_BYTES": text}
     assert load([], variable).cache.kv_cache_memory_bytes == number
@@ -138,12 +138,12 @@ def test_sizes_are_taken_with_their_units(tmp_path: Path, text: str, number: int
 
 
 @pytest.mark.parametrize("text", ["4GiBs", "GiB", "-4GiB", "4X", "4 G i B"])
-def test_a_size_without_meaning_is_refused(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--kv-cache-memory-bytes"):
         load([f"--kv-cache-memory-bytes={text}"])
 
 
-def test_a_setting_may_name_a_plugin_and_nothing_else_that_it_does_not_know(
+def test_setting_accepts_plugin_names_but_no_other_unknown_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(tmp_path, "swell.admission_policies", tidal="anywhere:Tidal")

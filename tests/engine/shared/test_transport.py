@@ -38,7 +38,7 @@ def test_the_same_secret_opens_an_encrypted_link(context: Context, tmp_path: Pat
 
 
 @pytest.mark.parametrize("intruder", ["wrong key", "no key"])
-def test_another_secret_or_none_gets_nothing_through(
+def test_wrong_or_missing_secret_transfers_nothing(
     context: Context, tmp_path: Path, intruder: str
 ) -> None:
     pull = keyed(context, tmp_path, "alpha").bind(zmq.PULL, "tcp://127.0.0.1:*")
@@ -55,29 +55,27 @@ def test_another_secret_or_none_gets_nothing_through(
     assert not pull.poll(500), "the outsider came first and had time enough"
 
 
-def test_tcp_without_a_key_needs_explicit_leave(context: Context) -> None:
+def test_tcp_without_key_needs_explicit_permission(context: Context) -> None:
     with pytest.raises(InsecureCluster, match="--cluster-key-file"):
         Transport(ClusterConfig(), context).bind(zmq.PULL, "tcp://127.0.0.1:*")
     Transport(ClusterConfig(insecure_cluster=True), context).bind(zmq.PULL, "tcp://127.0.0.1:*")
 
 
-def test_the_key_follows_from_the_secret_alone() -> None:
+def test_key_is_derived_only_from_the_secret() -> None:
     key = b"0123456789abcdef"
     assert cluster_key_pair(key) == cluster_key_pair(b" " + key + b"\n")
     assert cluster_key_pair(key) != cluster_key_pair(key + b"0")
 
 
 @pytest.mark.parametrize("material", [b"", b" \n\t" * 20, b"secret\n", b"0123456789abcde "])
-def test_a_key_that_a_stranger_could_guess_opens_nothing(
-    material: bytes, tmp_path: Path, context: Context
-) -> None:
+def test_guessable_key_is_refused(material: bytes, tmp_path: Path, context: Context) -> None:
     key = tmp_path / "key"
     key.write_bytes(material)
     with pytest.raises(InsecureCluster, match=f"{key}.*at least 16"):
         Transport(ClusterConfig(cluster_key_file=str(key)), context)
 
 
-def test_newcomers_find_a_local_socket_again_after_a_cleaner_removed_its_directory(
+def test_local_socket_is_restored_after_cleaner_removed_directory(
     tmp_path: Path, context: Context
 ) -> None:
     directory = tmp_path / "node"
@@ -99,7 +97,7 @@ def test_newcomers_find_a_local_socket_again_after_a_cleaner_removed_its_directo
     assert pull.recv() == b"still there"
 
 
-def test_a_socket_is_not_bound_again_where_others_could_replace_it(
+def test_socket_is_not_rebound_in_insecure_directory(
     tmp_path: Path,
     context: Context,
     caplog: pytest.LogCaptureFixture,
@@ -136,7 +134,7 @@ def pair(context: Context, directory: Path) -> tuple[Inbox, "zmq.Socket[bytes]"]
     return Inbox(pull, EngineInput, "test"), transport.connect(zmq.PUSH, f"ipc://{directory}/s")
 
 
-def test_foreign_and_malformed_messages_are_counted_and_skipped(
+def test_unknown_and_malformed_messages_are_counted_and_skipped(
     context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, push = pair(context, tmp_path)
@@ -186,14 +184,14 @@ def test_an_event_loop_gets_every_message_of_a_burst(context: Context, tmp_path:
         ("[::]:7550", None, socket.gethostname()),
     ],
 )
-def test_what_others_are_told_to_connect_to(
+def test_advertised_host_is_what_others_connect_to(
     coordinator: str, advertise: str | None, expected: str
 ) -> None:
     config = ClusterConfig(coordinator=coordinator, advertise_host=advertise)
     assert advertised_host(config) == expected
 
 
-def test_a_link_over_ipv6(context: Context, tmp_path: Path) -> None:
+def test_messages_are_exchanged_over_ipv6(context: Context, tmp_path: Path) -> None:
     transport = keyed(context, tmp_path, "alpha")
     pull = transport.bind(zmq.PULL, "tcp://[::1]:*")
     address = bound_address(pull, "::1")
@@ -214,7 +212,7 @@ def test_all_interfaces_are_reached_over_both_families(context: Context, tmp_pat
     }
 
 
-def test_a_peer_that_says_nothing_any_more_is_left(context: Context) -> None:
+def test_silent_peer_is_disconnected(context: Context) -> None:
     """It took the connection and is silent, like a node that is lost behind a balancer."""
     cluster = ClusterConfig(insecure_cluster=True, heartbeat_interval=0.1, engine_timeout=0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -31,7 +31,9 @@ def test_a_user_without_a_home_has_a_private_cache(no_home: Path) -> None:
     assert user_cache() == found
 
 
-def test_what_another_user_made_is_no_cache(no_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_other_user_is_no_cache(
+    no_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uid = os.geteuid() + 1
     (no_home / f"swell-cache-{uid}").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: uid)

@@ -23,7 +23,7 @@ def given(text: str) -> EngineConfig:
     return EngineConfig(executor=replace(VLLM, engine_args=text))
 
 
-def test_settings_that_both_have_go_by_their_names_and_defaults_are_the_engines() -> None:
+def test_common_settings_are_passed_and_defaults_left_to_vllm() -> None:
     config = EngineConfig(
         model=ModelConfig(
             model="some/model",
@@ -66,7 +66,7 @@ def test_settings_that_a_vllm_engine_would_ignore_are_refused(
 
 
 @pytest.mark.parametrize("text", ["trust-remote-code: true", '{"trust_remote_code": true}'])
-def test_further_arguments_are_yaml_json_or_a_file(text: str, tmp_path: Path) -> None:
+def test_engine_args_accept_yaml_json_or_a_file(text: str, tmp_path: Path) -> None:
     assert engine_arguments(given(text), KNOWN)["trust_remote_code"] is True
     file = tmp_path / "arguments.yaml"
     file.write_text(text)
@@ -83,6 +83,6 @@ def test_further_arguments_are_yaml_json_or_a_file(text: str, tmp_path: Path) ->
         ("{", "neither YAML nor JSON"),
     ],
 )
-def test_wrong_further_arguments_are_named(text: str, reason: str) -> None:
+def test_invalid_engine_args_are_named(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         engine_arguments(given(text), KNOWN)

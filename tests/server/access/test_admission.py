@@ -77,14 +77,14 @@ class Taker:
         self.process.communicate()
 
 
-def test_what_the_engines_can_run_does_not_count_against_the_queue() -> None:
+def test_running_requests_do_not_count_against_the_queue() -> None:
     node = admission(slots=3, max_queue=2)
-    places = [node.reserve(1, 10, 0.0) for _ in range(5)]
+    reservations = [node.reserve(1, 10, 0.0) for _ in range(5)]
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 10, 0.0)
     assert refused.value.what == "requests"
-    places[0].release()
-    places[0].release()
+    reservations[0].release()
+    reservations[0].release()
     node.reserve(1, 10, 0.0)
     with pytest.raises(Overloaded):
         node.reserve(1, 10, 0.0)
@@ -108,7 +108,7 @@ def test_prompt_tokens_count_until_they_are_computed() -> None:
     assert node.table.ended() == 2
 
 
-def test_what_is_larger_than_the_queue_is_taken_when_nothing_else_is_there() -> None:
+def test_request_larger_than_queue_is_accepted_if_alone() -> None:
     node = admission(max_queue=4, max_queue_tokens=100)
     huge = node.reserve(50, 1000, 0.0)
     huge.recount(2000, 0.0)
@@ -120,7 +120,7 @@ def test_what_is_larger_than_the_queue_is_taken_when_nothing_else_is_there() -> 
         node.reserve(50, 1, 0.0)
 
 
-def test_the_queue_is_one_for_all_front_ends_of_a_node(tmp_path: Path) -> None:
+def test_queue_is_shared_by_front_ends_of_a_node(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     here, there = (admission(tmp_path, index, max_queue=3) for index in range(2))
     slot = here.reserve(1, 10, 0.0)
@@ -134,7 +134,7 @@ def test_the_queue_is_one_for_all_front_ends_of_a_node(tmp_path: Path) -> None:
         here.reserve(1, 10, 0.0)
 
 
-def test_bursts_through_processes_fill_the_queue_exactly(tmp_path: Path) -> None:
+def test_bursts_through_several_processes_fill_the_queue_exactly(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 3)
     limit = 2000
     takers = [Taker(tmp_path, index, limit) for index in range(3)]
@@ -148,7 +148,7 @@ def test_bursts_through_processes_fill_the_queue_exactly(tmp_path: Path) -> None
             taker.end()
 
 
-def test_a_front_end_that_is_stopped_while_it_holds_the_lock_stops_nobody(tmp_path: Path) -> None:
+def test_front_end_suspended_with_the_lock_blocks_no_other(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     node = admission(tmp_path, 0, max_queue=3)
     program = (
@@ -173,17 +173,17 @@ def test_a_front_end_that_is_stopped_while_it_holds_the_lock_stops_nobody(tmp_pa
         holder.communicate()
 
 
-def test_the_time_to_come_again_follows_from_the_measured_drain_rate() -> None:
+def test_retry_after_follows_from_measured_drain_rate() -> None:
     node = admission(max_queue=40)
     now = 100.0
-    places = [node.reserve(1, 1, now) for _ in range(40)]
+    reservations = [node.reserve(1, 1, now) for _ in range(40)]
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 1, now)
     assert refused.value.retry_after == 1
     for _ in range(8):
         now += 1.0
-        places.pop().release()
-        places.append(node.reserve(1, 1, now))
+        reservations.pop().release()
+        reservations.append(node.reserve(1, 1, now))
     with pytest.raises(Overloaded) as refused:
         node.reserve(1, 1, now)
     # At one per second, half of the 40 waiting requests are done after 20 s.
@@ -256,7 +256,7 @@ class TestOverHttp:
         engines.streams.clear()
         assert len(self.fill(app, engines, 8)) == 3
 
-    def test_what_is_refused_is_not_tokenized(
+    def test_refused_requests_are_not_tokenized(
         self,
         config: FrontEndConfig,
         engines: Any,
@@ -288,14 +288,14 @@ class TestOverHttp:
             assert http.post(path, body).status_code == 429, path
         assert read == []
 
-    def test_every_sequence_counts(self, app: Any, engines: Any) -> None:
+    def test_every_sequence_counts_against_the_queue(self, app: Any, engines: Any) -> None:
         (refused,) = self.fill(app, engines, 2, n=5)
         assert refused.status_code == 429
         engines.streams.clear()
         (refused,) = self.fill(app, engines, 2, n=2, prompt=["a", "b"], best_of=2)
         assert refused.status_code == 429
 
-    def test_refused_bodies_and_failures_give_their_place_back(
+    def test_refused_bodies_and_failures_release_their_reservation(
         self, app: Any, engines: Any, http: Any
     ) -> None:
         engines.num_slots = 0
@@ -334,7 +334,7 @@ def test_a_reservation_that_fails_half_way_changes_nothing(tmp_path: Path, reque
     assert table.try_add(requests, 10, lambda *_: True), "the lock was given back"
 
 
-def test_growing_beyond_what_can_be_counted_keeps_what_was_reserved() -> None:
+def test_growing_beyond_counter_range_keeps_reservation() -> None:
     node = admission(max_queue=4, max_queue_tokens=100)
     slot = node.reserve(1, 10, 0.0)
     with pytest.raises(Overloaded):

@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from tests.server.endpoints import models, numbers
 
 
-def test_no_number_of_a_request_is_without_bounds(whole_app: FastAPI) -> None:
+def test_every_number_in_requests_has_bounds(whole_app: FastAPI) -> None:
     found = models(whole_app)
     assert {"CompletionRequest", "EmbeddingsRequest", "LoadLoraRequest", "ItemsRequest"} <= set(
         found

@@ -42,7 +42,7 @@ def config(guards: GuardConfig) -> FrontEndConfig:
 
 
 class TestKeys:
-    def test_what_a_request_has_threads_do_counts_for_its_key(
+    def test_thread_work_of_a_request_counts_for_its_key(
         self, http: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[int] = []
@@ -60,7 +60,7 @@ class TestKeys:
         assert 0 not in seen
 
     @pytest.mark.parametrize("key", SECRETS)
-    def test_any_of_the_keys_opens_the_api(self, http: Any, key: str) -> None:
+    def test_any_configured_key_grants_access(self, http: Any, key: str) -> None:
         assert http.get("/v1/models", headers=bearer(key)).status_code == 200
         answer = http.post("/v1/completions", {"prompt": "x"}, headers=bearer(key))
         assert answer.status_code == 200
@@ -106,7 +106,7 @@ SHOWN = {
 ALL_SHOWN = [path for paths in SHOWN.values() for path in paths]
 
 
-class TestWhatIsShown:
+class TestPublicPaths:
     def test_hosts_and_load_are_not_shown_without_a_key(self, http: Any) -> None:
         for path in ALL_SHOWN:
             for headers in ({}, bearer("wrong"), {"Authorization": SECRETS[0]}):
@@ -123,18 +123,18 @@ class TestWhatIsShown:
             assert http.post(path, body, headers=bearer("root-secret")).status_code == 401
             assert http.post(path, body, headers=bearer(SECRETS[1])).status_code == 200
 
-    def test_what_nobody_thought_of_is_closed(self, http: Any) -> None:
+    def test_unknown_paths_need_a_key(self, http: Any) -> None:
         for path in ("/nowhere", "/redoc", "/Metrics", "/metrics%2f", "/status.json/"):
             assert http.get(path).status_code == 401
 
-    def test_the_page_that_asks_for_the_key_is_open_and_holds_nothing(self, http: Any) -> None:
+    def test_login_page_is_open_and_contains_no_data(self, http: Any) -> None:
         for path in ("/", "/status.js", "/status.css"):
             answer = http.get(path)
             assert answer.status_code == 200
             assert "tiny" not in answer.text
 
     @pytest.mark.parametrize("flag", SHOWN)
-    def test_one_flag_each_opens_them(
+    def test_each_flag_opens_its_paths(
         self, flag: str, config: FrontEndConfig, http_of: Any
     ) -> None:
         guards = msgspec.structs.replace(config.guards, **{flag: True})
@@ -143,7 +143,7 @@ class TestWhatIsShown:
             assert http.get(path).status_code == (200 if path in SHOWN[flag] else 401)
 
     @pytest.mark.parametrize("flag", SHOWN)
-    def test_one_flag_each_closes_them_where_there_is_no_key(
+    def test_each_flag_closes_its_paths_without_key(
         self, flag: str, config: FrontEndConfig, http_of: Any
     ) -> None:
         http = http_of(
@@ -156,7 +156,7 @@ class TestWhatIsShown:
         assert http.get("/").status_code == (404 if flag == "open_status" else 200)
         assert http.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
-    def test_the_metrics_key_opens_metrics_and_nothing_else(
+    def test_metrics_key_grants_access_only_to_metrics(
         self, config: FrontEndConfig, http_of: Any
     ) -> None:
         guards = msgspec.structs.replace(config.guards, metrics_key="scrape")
@@ -179,15 +179,13 @@ class TestAdmin:
             if isinstance(route, APIRoute)
         ],
     )  # fmt: skip
-    def test_no_path_of_operators_opens_with_another_key(
-        self, http: Any, path: str, method: str
-    ) -> None:
+    def test_operator_paths_refuse_other_keys(self, http: Any, path: str, method: str) -> None:
         answer = http.request(method, path, headers=bearer(SECRETS[0]))
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "admin_key_required"
 
     @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(SECRETS[0])])
-    def test_only_the_admin_key_opens_admin_endpoints(
+    def test_admin_endpoints_need_the_admin_key(
         self, http: Any, engines: Any, headers: dict[str, str]
     ) -> None:
         for answer in (
@@ -246,20 +244,20 @@ class TestWithoutKeys:
     def guards(self) -> GuardConfig:
         return GuardConfig()
 
-    def test_the_api_is_open_and_admin_endpoints_do_not_exist(self, http: Any) -> None:
+    def test_api_is_open_and_admin_endpoints_are_absent_without_keys(self, http: Any) -> None:
         assert http.get("/v1/models").status_code == 200
         assert http.get("/admin/engines").status_code == 404
         assert not [
             path for path in http.get("/openapi.json").json()["paths"] if path.startswith("/admin")
         ]
 
-    def test_pages_of_other_origins_are_not_let_in(self, http: Any) -> None:
+    def test_pages_of_other_origins_are_refused(self, http: Any) -> None:
         answer = http.get("/v1/models", headers={"Origin": "https://app.example"})
         assert "access-control-allow-origin" not in answer.headers
 
 
 class TestOrigins:
-    def test_allowed_pages_may_ask_and_see_why_they_were_refused(self, http: Any) -> None:
+    def test_allowed_origins_can_read_responses_and_errors(self, http: Any) -> None:
         origin = {"Origin": "https://app.example"}
         asked = http.request(
             "OPTIONS",
@@ -272,7 +270,7 @@ class TestOrigins:
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
 
-    def test_others_may_not(self, http: Any) -> None:
+    def test_other_origins_get_no_cors_headers(self, http: Any) -> None:
         headers = {"Origin": "https://evil.example", **bearer(SECRETS[0])}
         answer = http.get("/v1/models", headers=headers)
         assert "access-control-allow-origin" not in answer.headers
@@ -283,7 +281,7 @@ class TestSizesAndTimes:
     def guards(self) -> GuardConfig:
         return GuardConfig(max_body_bytes=1024, request_timeout=3.0)
 
-    def test_a_body_has_a_largest_size(self, http: Any) -> None:
+    def test_body_size_is_limited(self, http: Any) -> None:
         answer = http.post("/v1/completions", {"prompt": "x" * 2000})
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
@@ -337,7 +335,7 @@ class TestConfiguration:
         for text in (repr(config), str(config.front_end()), repr(Keys(SECRETS))):
             assert "secret" not in text
 
-    def test_engines_and_the_coordinator_do_not_get_them(self, guards: GuardConfig) -> None:
+    def test_engines_and_coordinator_get_no_secrets(self, guards: GuardConfig) -> None:
         config = ServeConfig(guards=guards)
         for part in (config.engine(), config.coordinator()):
             assert b"secret" not in msgspec.msgpack.encode(part)
@@ -348,7 +346,7 @@ class TestConfiguration:
         http.get("/v1/models", headers=bearer("mistyped-secret"))
         assert "secret" not in caplog.text
 
-    def test_tls_needs_files_that_are_there(self, tmp_path: Path) -> None:
+    def test_tls_needs_existing_files(self, tmp_path: Path) -> None:
         certificate = tmp_path / "cert.pem"
         with pytest.raises(BadGuards, match="ssl-certfile"):
             tls_options(GuardConfig(ssl_certfile=str(certificate)))

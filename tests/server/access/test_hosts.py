@@ -25,7 +25,7 @@ def test_addresses_and_private_names_are_known(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", OTHERS)
-def test_names_that_can_be_bought_are_not(host: str) -> None:
+def test_public_domain_names_are_unknown_hosts(host: str) -> None:
     assert not KnownHosts(("llm.example.com", "*.swell.example")).knows(host)
 
 
@@ -39,7 +39,7 @@ def test_names_that_can_be_bought_are_not(host: str) -> None:
         (("*",), "evil.example", True),
     ],
 )
-def test_names_are_allowed_alone_or_with_all_below_them(
+def test_names_can_be_allowed_with_or_without_subdomains(
     names: tuple[str, ...], host: str, known: bool
 ) -> None:
     assert KnownHosts(names).knows(host) is known
@@ -57,7 +57,7 @@ def test_names_are_allowed_alone_or_with_all_below_them(
         (GuardConfig(api_key=("x",), allowed_hosts=("a.example",)), HttpConfig(), True),
     ],
 )
-def test_hosts_matter_where_nothing_else_keeps_other_pages_out(
+def test_hosts_are_checked_without_other_protection(
     guards: GuardConfig, http: HttpConfig, checks: bool
 ) -> None:
     hosts = known_hosts(FrontEndConfig(guards=guards, http=http))
@@ -67,9 +67,7 @@ def test_hosts_matter_where_nothing_else_keeps_other_pages_out(
         assert not hosts.knows("evil.example")
 
 
-def test_a_page_of_a_stranger_gets_nothing_and_the_operator_reads_why(
-    http: Any, engines: Any
-) -> None:
+def test_foreign_page_is_refused_and_reason_is_logged(http: Any, engines: Any) -> None:
     for host, status in (("evil.example:8000", 403), ("127.0.0.1:8000", 200)):
         for path in ("/v1/models", "/health", "/metrics"):
             assert http.get(path, headers={"Host": host}).status_code == status
@@ -82,7 +80,7 @@ def test_a_page_of_a_stranger_gets_nothing_and_the_operator_reads_why(
     assert len(engines.streams) == 1
 
 
-def test_the_name_that_the_server_listens_on_is_known() -> None:
+def test_listening_host_name_is_known() -> None:
     hosts = known_hosts(FrontEndConfig(http=HttpConfig(host="llm.example.com")))
     assert hosts is not None
     assert hosts.knows("llm.example.com:8000")

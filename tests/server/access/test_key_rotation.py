@@ -36,7 +36,7 @@ def rotation(tmp_path: Path) -> Rotation:
     return Rotation(tmp_path)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_nothing_any_more(rotation: Rotation) -> None:
+def test_key_removed_from_file_is_refused(rotation: Rotation) -> None:
     rotation.pass_time(0)
     rotation.api.write_text("team: second\nfirst\n")
     rotation.pass_time(CHECK_INTERVAL)
@@ -53,7 +53,7 @@ def test_a_key_that_is_taken_out_of_the_file_opens_nothing_any_more(rotation: Ro
     assert rotation.opens("other-root", "/admin/scale")
 
 
-def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Rotation) -> None:
+def test_key_files_are_checked_periodically_and_not_per_request(rotation: Rotation) -> None:
     rotation.pass_time(CHECK_INTERVAL)
     rotation.api.write_text("second\n")
     rotation.pass_time(CHECK_INTERVAL / 2)
@@ -63,9 +63,7 @@ def test_files_are_looked_at_once_in_a_while_not_with_every_request(rotation: Ro
 
 
 @pytest.mark.parametrize("emptied", ["", "\n\n", "# none left\n"])
-def test_the_last_key_that_is_taken_out_opens_nothing_any_more(
-    rotation: Rotation, emptied: str
-) -> None:
+def test_last_key_removed_from_file_is_refused(rotation: Rotation, emptied: str) -> None:
     """The file may be in the middle of a write, so it must be empty in two consecutive reads."""
     for file, path in ((rotation.api, "/v1/models"), (rotation.admin, "/admin/scale")):
         secret = file.read_text().strip()
@@ -80,7 +78,7 @@ def test_the_last_key_that_is_taken_out_opens_nothing_any_more(
         assert rotation.opens("second", path)
 
 
-def test_a_file_that_cannot_be_read_changes_nothing_and_never_opens_a_door(
+def test_unreadable_key_file_changes_nothing(
     rotation: Rotation, caplog: pytest.LogCaptureFixture
 ) -> None:
     rotation.api.unlink()
@@ -96,7 +94,7 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_never_opens_a_door(
     assert rotation.opens("second")
 
 
-def test_a_link_that_is_pointed_elsewhere_is_a_change(tmp_path: Path) -> None:
+def test_changed_link_target_is_detected(tmp_path: Path) -> None:
     """The kubelet replaces the files of a secret volume by switching a symlink."""
     for version in ("one", "two"):
         (tmp_path / version).mkdir()

@@ -57,16 +57,16 @@ def test_one_tenant_does_not_fill_the_node() -> None:
     admission.reserve(1, 1, 0.0, 100)
 
 
-def test_a_lone_tenant_has_the_whole_node() -> None:
+def test_single_tenant_can_use_the_full_node() -> None:
     assert fill(node(several=False), 0) == 32
 
 
-def test_what_the_engines_can_run_at_once_is_never_kept_from_anybody() -> None:
+def test_free_engine_capacity_is_available_to_every_tenant() -> None:
     admission = node(slots=50, max_queue=4)
     assert fill(admission, HOG) == 50
 
 
-def test_a_request_of_a_tenant_that_holds_nothing_is_taken_while_it_fits() -> None:
+def test_request_of_idle_tenant_is_accepted_while_it_fits() -> None:
     admission = node()
     admission.reserve(26, 1, 0.0, HOG)
     with pytest.raises(Overloaded, match="fair share of the queue"):
@@ -74,7 +74,7 @@ def test_a_request_of_a_tenant_that_holds_nothing_is_taken_while_it_fits() -> No
     admission.reserve(5, 1, 0.0, GUEST)
 
 
-def test_a_request_larger_than_the_queue_shuts_nobody_out() -> None:
+def test_request_larger_than_queue_blocks_no_other_tenant() -> None:
     admission = node(slots=2, max_queue=8)
     with pytest.raises(Overloaded):
         admission.reserve(2000, 1, 0.0, HOG)
@@ -82,19 +82,19 @@ def test_a_request_larger_than_the_queue_shuts_nobody_out() -> None:
     admission.reserve(1, 1, 0.0, GUEST)
 
 
-def test_a_key_has_at_most_so_many_sequences() -> None:
+def test_sequences_per_key_are_limited() -> None:
     admission = node(several=False, max_sequences_per_key=5)
-    places = [admission.reserve(2, 1, 0.0, HOG) for _ in range(2)]
+    reservations = [admission.reserve(2, 1, 0.0, HOG) for _ in range(2)]
     with pytest.raises(Overloaded, match=r"max_sequences_per_key is 5") as refused:
         admission.reserve(2, 1, 0.0, HOG)
     assert refused.value.what == "requests"
     admission.reserve(1, 1, 0.0, HOG)
     admission.reserve(5, 1, 0.0, GUEST)
-    places[0].release()
+    reservations[0].release()
     admission.reserve(2, 1, 0.0, HOG)
 
 
-def test_a_key_queues_at_most_so_many_prompt_tokens() -> None:
+def test_queued_prompt_tokens_per_key_are_limited() -> None:
     admission = node(max_queue_tokens_per_key=100)
     first = admission.reserve(1, 80, 0.0, HOG)
     with pytest.raises(Overloaded, match="max_queue_tokens_per_key is 100") as refused:
@@ -132,7 +132,7 @@ def test_tenants_are_counted_over_all_front_ends(tmp_path: Path) -> None:
     assert fill(there, HOG) == 3
 
 
-def test_what_a_killed_front_end_held_for_a_tenant_is_given_back(tmp_path: Path) -> None:
+def test_reservations_of_killed_front_end_are_released(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     program = (
         "import sys; from pathlib import Path\n"
@@ -179,7 +179,7 @@ class TestOverHttp:
             tenants=TenantConfig(max_sequences_per_key=4),
         )
 
-    def test_a_request_that_no_key_may_ever_have_is_refused_for_good(self, http: Any) -> None:
+    def test_request_beyond_limit_of_any_key_is_refused_permanently(self, http: Any) -> None:
         headers = {"Authorization": "Bearer ann"}
         for body, param in (
             ({"prompt": "x", "n": 5}, "n"),
@@ -190,7 +190,7 @@ class TestOverHttp:
             assert answer.json()["error"]["param"] == param
             assert "max_sequences_per_key" in answer.json()["error"]["message"]
 
-    def test_places_are_taken_for_the_key_and_given_back(
+    def test_slots_are_reserved_for_the_key_and_released(
         self, app: Any, http: Any, engines: Any
     ) -> None:
         for _ in range(10):
@@ -200,5 +200,5 @@ class TestOverHttp:
                 assert http.post("/v1/completions", body, headers=headers).status_code == 200
 
 
-def test_places_stay_within_the_table_however_many_keys_there_are() -> None:
+def test_tenant_slots_stay_within_table_for_any_number_of_keys() -> None:
     assert named_tenant("x", TENANT_SLOTS + 5).slot == 5

@@ -34,8 +34,8 @@ def tenancy(*keys: str, **tenants: Any) -> Tenancy:
     return Tenancy(config_of(*keys, **tenants))
 
 
-class TestWho:
-    def test_every_key_is_a_tenant_and_keys_of_one_name_are_one(self, tmp_path: Path) -> None:
+class TestTenantOfRequest:
+    def test_every_key_is_a_tenant_and_equal_names_share_one(self, tmp_path: Path) -> None:
         file = tmp_path / "keys"
         file.write_text("# ours\nbatch: old-secret\nbatch: new-secret\nplain-secret\na:b\n")
         keys = keys_for("api", GuardConfig(api_key=("given",), api_key_file=str(file)))
@@ -52,7 +52,7 @@ class TestWho:
         assert keys.owner(b"batch: old-secret") is None
         assert keys.owner(b"") is None
 
-    def test_tenants_are_the_same_ones_in_every_front_end(self) -> None:
+    def test_tenants_are_the_same_in_every_front_end(self) -> None:
         here = keys_for("api", GuardConfig(api_key=("a", "b"))).owner(b"a")
         there = keys_for("api", GuardConfig(api_key=("b", "a"))).owner(b"a")
         assert here is not None
@@ -60,7 +60,7 @@ class TestWho:
         assert (here.id, here.slot) == (there.id, there.slot)
         assert named_tenant("batch").id == 6550455121904559123
 
-    def test_neither_a_key_nor_its_digest_shows_in_the_name_of_its_tenant(self) -> None:
+    def test_tenant_name_reveals_neither_key_nor_digest(self) -> None:
         owner = keys_for("api", GuardConfig(api_key=("first", "secret"))).owner(b"secret")
         assert owner is not None
         assert owner.name == "key-2", "who knows a digest can try keys until one fits"
@@ -96,7 +96,9 @@ class TestOverHttp:
         assert len(set(seen)) == 2
         assert EVERYBODY.id not in seen
 
-    def test_with_keys_only_the_operator_gives_priorities(self, http: Any, engines: Any) -> None:
+    def test_priorities_need_the_operator_key_if_there_are_keys(
+        self, http: Any, engines: Any
+    ) -> None:
         body = {"prompt": "x", "priority": -5}
         answer = http.post("/v1/completions", body, headers=bearer("ann"))
         assert answer.status_code == 400
@@ -118,7 +120,7 @@ class TestAllowances:
             ((), "priority", False, False),
         ],
     )
-    def test_priorities_need_a_policy_that_heeds_them_and_trust(
+    def test_priorities_need_the_priority_policy_and_permission(
         self, keys: tuple[str, ...], policy: Any, wish: bool | None, allowed: bool
     ) -> None:
         node = ServeConfig(
@@ -132,7 +134,7 @@ class TestAllowances:
         with pytest.raises(ValueError, match="scheduling_policy"):
             ServeConfig(tenants=TenantConfig(allow_priority=True))
 
-    def test_engines_are_chosen_without_keys_or_where_it_is_allowed(self) -> None:
+    def test_rank_pinning_is_allowed_without_keys_or_by_setting(self) -> None:
         assert FrontEndConfig().allows_rank_pinning
         assert not config_of("k").allows_rank_pinning
         assert config_of("k", allow_rank_pinning=True).allows_rank_pinning
@@ -165,7 +167,7 @@ class TestCachedPrompts:
         )
         assert answer.status_code == 200
 
-    def test_isolated_tenants_find_only_their_own(self) -> None:
+    def test_isolated_tenants_find_only_their_own_prefixes(self) -> None:
         ann, bob = named_tenant("ann"), named_tenant("bob")
         shared, isolated = tenancy(), tenancy(prefix_cache_isolation="tenant")
         assert shared.cache_root(ann, None) == b""
@@ -173,7 +175,7 @@ class TestCachedPrompts:
         roots = [isolated.cache_root(each, salt) for each in (ann, bob) for salt in (None, "salt")]
         assert len({*roots, b"", shared.cache_root(ann, "salt")}) == 6
 
-    def test_no_salt_leads_to_the_cache_of_an_isolated_tenant(self) -> None:
+    def test_no_salt_gives_access_to_cache_of_isolated_tenant(self) -> None:
         ann = named_tenant("ann")
         own = tenancy(prefix_cache_isolation="tenant").cache_root(ann, None)
         guesses = (str(ann.id), f"{ann.id}", f"{ann.id}0:", f"5:cache19:{ann.id}0:", "ann")

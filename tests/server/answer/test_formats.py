@@ -24,7 +24,7 @@ from tests.support.plugins import offer
         ("<|channel|>analysis<|message|>", True, "gpt_oss", "openai", False),
     ],
 )
-def test_the_template_then_the_family_say_how_calls_are_written(
+def test_call_format_follows_template_then_family(
     template: str, shows_tools: bool, family: str, name: str, tells: bool
 ) -> None:
     preset = preset_of(family, "")
@@ -49,14 +49,14 @@ def test_the_template_of_llama_4_asks_for_json() -> None:
     assert formats.call_parser == "llama3_json"
 
 
-def test_the_operator_has_the_last_word() -> None:
+def test_operator_setting_overrides_detected_format() -> None:
     formats = answer_formats(AnswerConfig(tool_call_parser="mistral"), "<tool_call>")
     assert formats.calls is CALL_FORMATS["mistral"]
     assert answer_formats(AnswerConfig(tool_call_parser="none"), "<tool_call>").calls is None
     assert answer_formats(AnswerConfig(), None).calls is None
 
 
-def test_presets_name_formats_that_exist() -> None:
+def test_presets_name_existing_formats() -> None:
     known = presets()
     assert {each.tool_call_parser for each in known} <= {None, *CALL_FORMATS}
     assert {each.reasoning_parser for each in known} <= {None, *REASONING_FORMATS}
@@ -65,7 +65,7 @@ def test_presets_name_formats_that_exist() -> None:
     assert formats.reasoning_parser == "deepseek_r1"
 
 
-def test_channels_carry_reasoning_and_calls_alike() -> None:
+def test_channels_contain_reasoning_and_calls() -> None:
     formats = answer_formats(AnswerConfig(reasoning_parser="openai_gptoss"), "")
     assert formats.calls is CALL_FORMATS["openai"]
     assert formats.reasoning is CALL_FORMATS["openai"].channels
@@ -86,7 +86,7 @@ def test_channels_carry_reasoning_and_calls_alike() -> None:
         (None, "none"),
     ],
 )
-def test_the_template_says_how_reasoning_is_marked(
+def test_reasoning_tags_follow_template(
     template: str | None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -105,7 +105,7 @@ BRACES = call_format(CallStyle(starts=("<<",), ends=(">>",), only_known=True))
 MUSING = ReasoningTags("<muse>", "</muse>")
 
 
-def test_formats_may_be_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_can_be_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(tmp_path / "1", "swell.tool_call_parsers", braces=f"{__name__}:BRACES")
     offer(tmp_path / "2", "swell.reasoning_parsers", musing=f"{__name__}:MUSING")
     monkeypatch.syspath_prepend(tmp_path / "1")

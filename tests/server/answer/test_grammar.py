@@ -123,7 +123,7 @@ def test_calls_within_text_fit_their_schemas(tokenizer: ServedTokenizer) -> None
 
 
 @pytest.mark.parametrize("format", ENFORCED)
-def test_what_is_enforced_is_what_the_parser_reads(format: CallFormat) -> None:
+def test_enforced_calls_are_read_by_parser(format: CallFormat) -> None:
     reader = AnswerReader(None, format.parser(FUNCTIONS))
     text = written(format, ("now", {}), ("weather", {"city": "Oslo"}))
     message = whole_message(reader.push(text) + reader.finish())

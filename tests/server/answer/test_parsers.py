@@ -229,7 +229,7 @@ ANSWERS: dict[str, list[tuple[str, str | None, list[Call]]]] = {
     ("name", "text", "content", "calls"),
     [(name, *answer) for name, answers in ANSWERS.items() for answer in answers],
 )
-def test_an_answer_is_read_in_one_piece_and_in_characters(
+def test_answer_is_parsed_whole_and_by_character(
     name: str, text: str, content: str | None, calls: list[Call]
 ) -> None:
     for pieces in ([text], list(text)):
@@ -243,7 +243,7 @@ def test_text_without_a_call_is_content(name: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [50, 5_000])
-def test_deeply_nested_python_is_content_or_a_call_and_no_error(depth: int) -> None:
+def test_deeply_nested_python_call_causes_no_error(depth: int) -> None:
     text = f"[add(a={'[' * depth}{']' * depth})]"
     found = read(PYTHONIC, [text])
     assert found.content == text or json.loads(found.calls[0].arguments)["a"] == (
@@ -285,7 +285,7 @@ TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a
         ("<|chan", Message(None, "<|chan", [])),
     ],
 )
-def test_messages_in_channels(text: str, expected: Message) -> None:
+def test_messages_in_channels_are_parsed(text: str, expected: Message) -> None:
     assert read(HARMONY, [text]) == expected
     assert read(HARMONY, list(text)) == expected
 
@@ -351,32 +351,32 @@ def test_settings_know_every_format() -> None:
     assert known["reasoning_parser"] == tagged
 
 
-def test_names_of_calls_suit_the_models_templates() -> None:
+def test_call_ids_fit_the_template_of_the_model() -> None:
     assert MISTRAL.new_id().isalnum()
     assert len(MISTRAL.new_id()) == 9
     assert HERMES.new_id().startswith("call_")
 
 
-def test_a_list_of_calls() -> None:
+def test_list_of_calls_is_parsed() -> None:
     text = f"[{PLAIN}, {WEATHER}]"
     expected = [Call("add", '{"a": 1}'), CALLS[1]]
     assert read(JSON_LIST, [text]) == Message(None, None, expected)
     assert read(JSON_LIST, list(text)) == Message(None, None, expected)
 
 
-def test_of_parallel_calls_only_the_first_can_be_shown() -> None:
+def test_parallel_calls_can_be_reduced_to_the_first() -> None:
     text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>"
     assert read(HERMES, [text], parallel=False).calls == CALLS[:1]
 
 
-def test_a_name_comes_before_its_arguments_and_once() -> None:
+def test_call_name_is_emitted_once_before_arguments() -> None:
     parts = all_parts(AnswerReader(None, HERMES.parser(FUNCTIONS)), list(f"<tool_call>{WEATHER}"))
     kinds = [type(part).__name__ for part in parts]
     assert kinds[0] == "CallBegin"
     assert set(kinds[1:]) == {"CallArguments"}
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     reader = AnswerReader(None, HERMES.parser(FUNCTIONS))
     parts = reader.push('<tool_call>{"name": "add", "arguments": {"a": "so fa')
     assert whole_message(parts).calls == [Call("add", '{"a": "so fa')]
@@ -408,7 +408,7 @@ TEXTS = st.lists(st.sampled_from(SNIPPETS), max_size=14).map("".join)
     reasoning=st.sampled_from([None, True, False]),
     parallel=st.booleans(),
 )
-def test_how_the_text_is_cut_changes_nothing(
+def test_splitting_of_text_does_not_change_the_result(
     text: str,
     cuts: list[int],
     format: CallFormat | None,
@@ -442,7 +442,7 @@ def test_how_the_text_is_cut_changes_nothing(
     ),
     spaced=st.booleans(),
 )
-def test_any_arguments_come_through(value: object, spaced: bool) -> None:
+def test_any_arguments_are_preserved(value: object, spaced: bool) -> None:
     arguments = json.dumps({"value": value}, indent=2 if spaced else None)
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     assert read(HERMES, [text]).calls == [Call("add", arguments)]

@@ -97,7 +97,7 @@ def test_random_calls_fit_random_schemas(table: GrammarTable, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_the_arguments_of_a_strict_tool_come_to_no_dead_end(table: GrammarTable, name: str) -> None:
+def test_strict_tool_arguments_reach_no_dead_end(table: GrammarTable, name: str) -> None:
     format = ENFORCED[name]
     functions = [FunctionDefinition(name="f", parameters=DEAD_END, strict=True)]
     for seed in range(6):

@@ -37,7 +37,7 @@ def test_reasoning_is_split_off(
     assert read(text, inside=inside) == Message(reasoning, content, [])
 
 
-def test_reasoning_can_be_left_out() -> None:
+def test_reasoning_can_be_omitted() -> None:
     assert read("<think>hm</think>Yes.", inside=False, show=False) == Message(None, "Yes.", [])
 
 
@@ -51,7 +51,7 @@ def test_reasoning_can_be_left_out() -> None:
         ("mistral", "<user>hi", "[THINK]a[/THINK]b", "b"),
     ],
 )  # fmt: skip
-def test_the_prompt_says_where_an_answer_begins(
+def test_prompt_determines_whether_answer_starts_in_reasoning(
     parser: str, prompt: str, answer: str, content: str
 ) -> None:
     tags = REASONING_FORMATS[parser]
@@ -65,11 +65,11 @@ def test_the_prompt_says_where_an_answer_begins(
     ("prompt", "reasons"),
     [("<think>so far", True), ("<think>a</think>so far", False), ("so far", False)],
 )
-def test_a_continued_message_goes_on_where_it_is(prompt: str, reasons: bool) -> None:
+def test_continued_message_resumes_in_its_current_part(prompt: str, reasons: bool) -> None:
     assert THINK.opening(prompt, continues=True) == (True if reasons else None)
 
 
-def test_reasoning_comes_as_it_is_written() -> None:
+def test_reasoning_is_streamed() -> None:
     reader = AnswerReader(ReasoningReader(THINK, inside=True), None)
     assert whole_message(reader.push("so far so good ")).reasoning == "so far so good "
     assert reader.push("</think>\n\nNow") == [ContentText("Now")]

@@ -59,7 +59,7 @@ def decoded(arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name for name, _ in CASES])
-def test_a_reported_answer_comes_out_right_in_any_cut(case: dict[str, Any]) -> None:
+def test_reported_answers_are_parsed_with_any_splitting(case: dict[str, Any]) -> None:
     expected = case["expect"]
     for pieces in cuts(case["text"]):
         found = read(case, pieces)

@@ -90,7 +90,7 @@ def read_in_pieces(name: str, text: str, cuts: list[int]) -> Message:
 
 @pytest.mark.parametrize("name", TAGGED)
 @given(calls=_CALLS, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_random_calls_come_through(
+def test_random_tagged_calls_are_preserved(
     name: str, calls: list[tuple[FunctionDefinition, dict[str, Any]]], cuts: list[int]
 ) -> None:
     write = {"qwen3_coder": as_qwen3_coder, "glm45": as_glm45}[name]

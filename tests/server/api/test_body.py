@@ -31,7 +31,7 @@ def refusal(model: type[RequestBody], body: bytes) -> tuple[str, str | None]:
     "model", [CompletionRequest, MessagesRequest, CountTokensRequest, DetokenizeRequest]
 )
 @pytest.mark.parametrize("given", ['"other": 1', '"messages": []', '"model": "m"'])
-def test_a_large_body_without_a_field_is_refused_as_a_small_one(
+def test_large_body_without_a_field_is_refused_like_a_small_one(
     model: type[RequestBody], given: str
 ) -> None:
     large = "[" + "300," * 20_000 + "300]"
@@ -45,7 +45,7 @@ def test_a_large_body_with_all_required_fields_is_read() -> None:
     assert body.prompt == [300] * 20_001
 
 
-def test_of_a_large_body_that_is_no_object_pydantic_says_what_is_wrong() -> None:
+def test_large_body_that_is_no_object_gets_validation_error() -> None:
     wrong = ("[" + "300," * 20_000 + "300]").encode()
     message, param = refusal(CompletionRequest, wrong)
     assert param is None
@@ -53,13 +53,13 @@ def test_of_a_large_body_that_is_no_object_pydantic_says_what_is_wrong() -> None
 
 
 @pytest.mark.parametrize("piece", [b"0,", b'",",', b"[],", rb'"\\\"[",'])
-def test_others_have_their_turn_while_a_large_body_is_priced(piece: bytes) -> None:
+def test_other_requests_run_while_a_large_body_is_priced(piece: bytes) -> None:
     body = b'{"prompt":[' + piece * 30_000 + b"0]}"
 
     assert asyncio.run(turns_of(read_body(CompletionRequest, body))) > len(body) // 2**15
 
 
-def test_a_large_body_is_not_parsed_once_more_to_say_what_is_wrong_with_it(
+def test_large_invalid_body_is_parsed_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = "[" + "300," * 20_000 + "-1]"
@@ -72,7 +72,7 @@ def test_a_large_body_is_not_parsed_once_more_to_say_what_is_wrong_with_it(
     assert not parsed
 
 
-def test_what_is_wrong_is_named_beside_numbers_that_are_no_json() -> None:
+def test_validation_error_is_reported_despite_invalid_numbers() -> None:
     body = b'{"prompt": [1, 2, -1], "temperature": 1e999, "other": [NaN]}'
     assert refusal(CompletionRequest, body)[1] in ("prompt[2]", "temperature")
 
@@ -118,7 +118,7 @@ async def turns_of(reading: Coroutine[Any, Any, object]) -> int:
         (ClassifyRequest, "input", LISTS),
     ],
 )
-def test_token_ids_are_read_in_parts(
+def test_token_ids_are_parsed_in_parts(
     monkeypatch: pytest.MonkeyPatch, model: type[RequestBody], field: str, text: str
 ) -> None:
     body = f'{{"model": "m", "{field}": {text}, "unknown": {IDS}}}'.encode()
@@ -135,7 +135,7 @@ def test_token_ids_are_read_in_parts(
 @pytest.mark.parametrize("wrong", ["-1", "2147483648", "1.5", "true", '"a"', "[1]", "null", "[]"])
 @pytest.mark.parametrize("place", [0, 1, 20_000])
 @pytest.mark.parametrize("field", ["prompt", "stop_token_ids"])
-def test_a_wrong_token_id_is_named_as_in_a_small_body(wrong: str, place: int, field: str) -> None:
+def test_invalid_token_id_is_named_as_in_a_small_body(wrong: str, place: int, field: str) -> None:
     ids = ["300"] * 20_001
     ids[place] = wrong
     rest = '"model": "m"' if field == "prompt" else '"prompt": "a"'
@@ -156,7 +156,7 @@ def test_a_wrong_token_id_is_named_as_in_a_small_body(wrong: str, place: int, fi
     "text",
     [IDS, LISTS, f"[{LISTS}]", f"[{IDS}]", "[" + "[1]," * 30_000 + "[]]", "[[" + "0," * 40_000],
 )
-def test_what_is_taken_does_not_depend_on_how_it_is_read(
+def test_parsing_method_does_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch, field: str, text: str
 ) -> None:
     rest = "" if field == "prompt" else '"prompt": "a", '
@@ -173,12 +173,12 @@ def test_what_is_taken_does_not_depend_on_how_it_is_read(
     assert in_parts == outcome()
 
 
-def test_a_list_of_nothing_but_blanks_is_empty() -> None:
+def test_list_of_only_whitespace_is_empty() -> None:
     blank = f'{{"prompt": [{" " * 70_000}]}}'.encode()
     assert refusal(CompletionRequest, blank) == refusal(CompletionRequest, b'{"prompt": []}')
 
 
-def test_many_token_ids_that_are_named_are_all_read() -> None:
+def test_all_named_token_ids_are_read() -> None:
     body = f'{{"prompt": "a", "stop_token_ids": {IDS}}}'.encode()
     read = asyncio.run(read_body(CompletionRequest, body))
     assert read.stop_token_ids == json.loads(IDS)
@@ -191,7 +191,7 @@ def test_many_token_ids_that_are_named_are_all_read() -> None:
         (MessagesRequest, "messages", {"model": "m", "max_tokens": 1}),
     ],
 )
-def test_an_error_repeats_no_more_than_the_beginning_of_a_long_type(
+def test_error_quotes_only_start_of_long_type(
     model: type[RequestBody], field: str, rest: dict[str, Any]
 ) -> None:
     long = {"type": "t" * 10_000}
@@ -201,7 +201,7 @@ def test_an_error_repeats_no_more_than_the_beginning_of_a_long_type(
     assert "t" * 101 not in message
 
 
-def test_a_text_is_not_looked_at_letter_by_letter_for_images() -> None:
+def test_text_is_not_scanned_by_character_for_images() -> None:
     class Text(str):
         def __iter__(self) -> Any:
             raise AssertionError("three million letters take a quarter of a second")

@@ -24,7 +24,7 @@ def test_a_chat_completion_has_a_message(http: Any, engines: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stream_sums_up_to_the_whole_answer(http: Any, engines: Any, seed: int) -> None:
+def test_stream_adds_up_to_the_full_answer(http: Any, engines: Any, seed: int) -> None:
     fields = {"logprobs": True, "top_logprobs": 2, "max_tokens": 100}
     engines.script = engines.answer(TEXT, cut=engines.random_cuts(seed))
     whole = http.chat(**fields)
@@ -61,7 +61,7 @@ def test_logprobs_name_tokens_and_their_bytes(http: Any, engines: Any) -> None:
     assert all(score["top_logprobs"] == [] for score in content)
 
 
-def test_every_choice_of_a_stream_begins_with_its_role(http: Any) -> None:
+def test_every_streamed_choice_starts_with_its_role(http: Any) -> None:
     events = http.stream(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}
     )
@@ -100,7 +100,7 @@ def test_the_final_message_can_be_continued(http: Any, engines: Any) -> None:
     assert prompt_of(engines) == "<|user|>hi<|end|><|assistant|>Sure: "
 
 
-def test_the_generation_prompt_can_be_left_out(http: Any, engines: Any) -> None:
+def test_generation_prompt_can_be_omitted(http: Any, engines: Any) -> None:
     http.chat(add_generation_prompt=False)
     assert prompt_of(engines) == "<|user|>hello<|end|>"
 
@@ -110,7 +110,7 @@ def test_max_completion_tokens_wins(http: Any, engines: Any) -> None:
     assert engines.streams[0].sampling.max_tokens == 5
 
 
-def test_refusals_of_earlier_turns_are_what_the_assistant_said(http: Any, engines: Any) -> None:
+def test_earlier_refusals_are_rendered_as_assistant_content(http: Any, engines: Any) -> None:
     question = {"role": "user", "content": "why?"}
     expected = None
     for refused in (
@@ -138,20 +138,20 @@ def test_a_function_role_is_a_tool(http: Any, engines: Any) -> None:
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
-def test_what_was_not_asked_for_is_null_in_a_body(http: Any) -> None:
+def test_unrequested_fields_are_null_in_body(http: Any) -> None:
     body = http.chat()
     assert body["prompt_token_ids"] is None
     assert body["prompt_logprobs"] is None
     assert body["choices"][0]["token_ids"] is None
 
 
-def test_roles_of_the_template_s_own_are_passed_on(http: Any, engines: Any) -> None:
+def test_custom_roles_of_template_are_passed_on(http: Any, engines: Any) -> None:
     parts = [{"type": "text", "text": "b"}]
     http.chat(messages=[{"role": "critic", "content": "a"}, {"role": "critic", "content": parts}])
     assert prompt_of(engines) == "<|critic|>a<|end|><|critic|>b<|end|><|assistant|>"
 
 
-def test_the_role_comes_before_any_token_is_counted(http: Any) -> None:
+def test_role_chunk_counts_no_tokens(http: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     first, second, *_ = http.stream(
         "/v1/chat/completions",

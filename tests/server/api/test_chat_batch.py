@@ -11,7 +11,7 @@ def said(text: str, role: str = "user") -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def test_each_conversation_has_a_choice_in_its_place(http: Any, engines: Any) -> None:
+def test_choices_are_in_order_of_conversations(http: Any, engines: Any) -> None:
     scripts = [engines.answer("hello world"), engines.answer("hello again")]
     engines.script = lambda stream: scripts[len(engines.streams) - 1](stream)
     conversations = [[said("one")], [said("be brief", "system"), said("two")]]
@@ -35,7 +35,7 @@ def test_each_conversation_has_a_choice_in_its_place(http: Any, engines: Any) ->
 
 
 @pytest.mark.slow  # starts the process that checks grammars
-def test_all_conversations_are_held_to_a_form(http: Any, engines: Any) -> None:
+def test_response_format_applies_to_all_conversations(http: Any, engines: Any) -> None:
     form = {"regex": "hello.*"}
     body = {"messages": [[said("one")]] * 3, "structured_outputs": form}
     assert http.post(PATH, body).status_code == 200
@@ -45,9 +45,7 @@ def test_all_conversations_are_held_to_a_form(http: Any, engines: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["documents", "chat_template_kwargs"])
-def test_what_all_conversations_share_is_not_rendered_any_number_of_times(
-    http: Any, field: str
-) -> None:
+def test_shared_parts_of_conversations_are_bounded(http: Any, field: str) -> None:
     text = {"text": "x" * 10_000}
     shared = [text] if field == "documents" else text
     for count, status in ((2, 200), (1000, 400)):

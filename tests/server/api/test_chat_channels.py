@@ -44,7 +44,7 @@ def config() -> FrontEndConfig:
     return FrontEndConfig(model=model, answer=AnswerConfig())
 
 
-def test_an_answer_in_channels_is_taken_apart_without_any_flag(http: Any, engines: Any) -> None:
+def test_channels_are_parsed_without_flags(http: Any, engines: Any) -> None:
     engines.script = engines.answer(THOUGHT + FINAL)
     answer = http.chat()
     message = answer["choices"][0]["message"]
@@ -52,7 +52,7 @@ def test_an_answer_in_channels_is_taken_apart_without_any_flag(http: Any, engine
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
-def test_calls_in_channels_are_calls(http: Any, engines: Any) -> None:
+def test_calls_in_channels_are_tool_calls(http: Any, engines: Any) -> None:
     engines.script = engines.answer(THOUGHT + CALL)
     (choice,) = http.chat(tools=[ADD])["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == CALLED
@@ -67,7 +67,7 @@ def test_calls_in_channels_are_calls(http: Any, engines: Any) -> None:
         ({"tools": [ADD], "tool_choice": "required"}, "<|start|>assistant"),
     ],
 )
-def test_a_form_holds_in_the_channel_that_it_is_for(
+def test_response_format_applies_in_its_channel(
     http: Any, engines: Any, fields: dict[str, Any], after: str
 ) -> None:
     http.chat(**fields)
@@ -111,7 +111,7 @@ def test_tools_are_described_to_models_whose_template_does_not_render_them(
     "template", ["{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
                  + NO_TOOLS],
 )  # fmt: skip
-def test_a_template_that_takes_no_system_message_gets_none(http: Any, engines: Any) -> None:
+def test_template_without_system_role_gets_no_system_message(http: Any, engines: Any) -> None:
     http.chat(tools=[ADD])
     prompt = engines.tokenizer.decode(
         engines.streams[-1].prompt_token_ids, skip_special_tokens=False

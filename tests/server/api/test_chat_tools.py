@@ -108,7 +108,7 @@ def answered(http: Any, streamed: bool, **fields: Any) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def test_a_call_is_answered_as_one(http: Any, engines: Any) -> None:
+def test_tool_call_is_returned(http: Any, engines: Any) -> None:
     engines.script = engines.answer(CALL)
     (choice,) = http.chat(tools=[WEATHER])["choices"]
     message = choice["message"]
@@ -123,7 +123,7 @@ def test_a_call_is_answered_as_one(http: Any, engines: Any) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_the_template_gets_the_tools_as_they_were_sent(http: Any, engines: Any) -> None:
+def test_template_gets_tools_unchanged(http: Any, engines: Any) -> None:
     http.chat(tools=[WEATHER, NOW])
     shown = prompt_of(engines).split("</tools>")[0].removeprefix("<tools>")
     assert json.loads(shown) == [WEATHER, NOW]
@@ -141,7 +141,7 @@ def test_the_tokens_of_a_conversation_with_tools_can_be_counted(http: Any, engin
 )
 @pytest.mark.parametrize("num_calls", [0, 1])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_forced_call_that_is_cut_off_shows_no_markup(
+def test_truncated_forced_call_shows_no_markup(
     http: Any, engines: Any, config: FrontEndConfig, num_calls: int, streamed: bool
 ) -> None:
     tagged = config.answer.tool_call_parser == "auto"
@@ -155,7 +155,7 @@ def test_a_forced_call_that_is_cut_off_shows_no_markup(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_stream_adds_up_to_the_whole_message(http: Any, engines: Any, seed: int) -> None:
+def test_stream_adds_up_to_the_full_message(http: Any, engines: Any, seed: int) -> None:
     text = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
     engines.script = engines.answer(text, cut=engines.random_cuts(seed))
     whole = http.chat(tools=[WEATHER, NOW])["choices"][0]
@@ -175,7 +175,7 @@ def test_a_stream_adds_up_to_the_whole_message(http: Any, engines: Any, seed: in
     assert events[-1]["choices"][0]["delta"] == {}
 
 
-def test_a_stream_without_calls_is_plain(http: Any, engines: Any) -> None:
+def test_stream_without_calls_has_only_content(http: Any, engines: Any) -> None:
     engines.script = engines.answer("hello <b>world</b>\n")
     events = http.stream("/v1/chat/completions", {"messages": [USER], "tools": [WEATHER]})
     message, reasons = added_up(events)
@@ -183,7 +183,7 @@ def test_a_stream_without_calls_is_plain(http: Any, engines: Any) -> None:
     assert reasons[-1] == "stop"
 
 
-def test_arguments_that_were_cut_off_are_shown_as_far_as_they_go(http: Any, engines: Any) -> None:
+def test_truncated_arguments_are_shown(http: Any, engines: Any) -> None:
     engines.script = engines.answer('<tool_call>{"name": "now", "arguments": {"a": [1, 2')
     (choice,) = http.chat(tools=[NOW], stop="2")["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, '
@@ -192,14 +192,14 @@ def test_arguments_that_were_cut_off_are_shown_as_far_as_they_go(http: Any, engi
     assert choice["finish_reason"] == "length"
 
 
-def test_every_choice_has_its_own_calls(http: Any, engines: Any) -> None:
+def test_each_choice_has_its_own_calls(http: Any, engines: Any) -> None:
     engines.script = engines.answer(TWO_CALLS)
     choices = http.chat(tools=[WEATHER, NOW], n=2)["choices"]
     ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 4
 
 
-def test_parallel_calls_can_be_ruled_out(http: Any, engines: Any) -> None:
+def test_parallel_calls_can_be_disabled(http: Any, engines: Any) -> None:
     engines.script = engines.answer(TWO_CALLS)
     (choice,) = http.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)["choices"]
     assert len(choice["message"]["tool_calls"]) == 1
@@ -241,7 +241,7 @@ def test_calls_can_be_enforced_in_a_model_without_a_format(http: Any, engines: A
     assert call == {"name": "now", "arguments": '{"a": 1}'}
 
 
-def test_strict_tools_are_held_to_their_schemas_in_any_text(http: Any, engines: Any) -> None:
+def test_strict_tool_schemas_are_enforced_in_any_text(http: Any, engines: Any) -> None:
     http.chat(tools=[WEATHER])
     assert engines.streams[-1].sampling.grammar is None
     strict: dict[str, Any] = {
@@ -253,7 +253,7 @@ def test_strict_tools_are_held_to_their_schemas_in_any_text(http: Any, engines: 
     assert engines.streams[-1].sampling.grammar_after == ""
 
 
-def test_an_answer_in_a_form_may_be_a_call_instead(http: Any, engines: Any) -> None:
+def test_structured_answer_can_be_a_call_instead(http: Any, engines: Any) -> None:
     engines.script = engines.answer(CALL)
     http.chat(tools=[WEATHER], response_format={"type": "json_object"})
     grammar = engines.streams[-1].sampling.grammar
@@ -261,7 +261,7 @@ def test_an_answer_in_a_form_may_be_a_call_instead(http: Any, engines: Any) -> N
     assert "answer" in grammar.text
 
 
-def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) -> None:
+def test_response_format_applies_after_reasoning(http: Any, engines: Any) -> None:
     engines.script = engines.answer('<think>opened</think>{"a": 1}')
     message = http.chat(response_format={"type": "json_object"})["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("opened", '{"a": 1}')
@@ -280,7 +280,7 @@ def test_a_form_holds_from_the_end_of_the_reasoning_on(http: Any, engines: Any) 
     ],
     ids=["json_object", "schema", "choice", "regex"],
 )
-def test_a_model_that_does_not_think_is_held_to_the_form_at_once(
+def test_response_format_applies_immediately_without_reasoning(
     http: Any, engines: Any, form: dict[str, Any], answer: str
 ) -> None:
     """Also where the format says that all answers begin inside: the model has no such token."""
@@ -296,7 +296,7 @@ def test_a_model_that_does_not_think_is_held_to_the_form_at_once(
 @pytest.mark.parametrize("config", THINKERS, ids=THINKER_NAMES, indirect=True)
 @pytest.mark.parametrize("choice", ["required", FORCED])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_call_of_a_model_that_does_not_think_is_a_call(
+def test_call_without_reasoning_is_a_call(
     http: Any, engines: Any, choice: Any, streams: bool
 ) -> None:
     """Also where the format says that all answers begin inside the reasoning."""
@@ -314,7 +314,7 @@ def test_a_call_of_a_model_that_does_not_think_is_a_call(
 @pytest.mark.parametrize("config", THINKERS, ids=THINKER_NAMES, indirect=True)
 @pytest.mark.parametrize("think", [False, True], ids=["", "opened"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_that_begins_with_a_call_is_no_thought(
+def test_answer_starting_with_a_call_is_not_reasoning(
     http: Any, engines: Any, think: bool, streams: bool
 ) -> None:
     """The answer has no reasoning, although the format or the prompt opens it."""
@@ -335,7 +335,7 @@ def test_an_answer_that_begins_with_a_call_is_no_thought(
 
 
 @pytest.mark.parametrize("config", THINKERS[1:], ids=THINKER_NAMES[1:], indirect=True)
-def test_a_call_that_is_thought_about_is_a_thought(http: Any, engines: Any) -> None:
+def test_call_quoted_in_reasoning_is_reasoning(http: Any, engines: Any) -> None:
     engines.script = engines.answer(f"I could write {CALL}.</think>No.")
     message = http.chat(tools=[WEATHER])["choices"][0]["message"]
     assert message["content"] == "No."
@@ -343,7 +343,7 @@ def test_a_call_that_is_thought_about_is_a_thought(http: Any, engines: Any) -> N
     assert message["reasoning_content"] == f"I could write {CALL}."
 
 
-def test_without_tools_nothing_is_a_call(http: Any, engines: Any) -> None:
+def test_no_calls_without_tools(http: Any, engines: Any) -> None:
     engines.script = engines.answer("<tool_call>x")
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         (choice,) = http.chat(**fields)["choices"]
@@ -351,7 +351,7 @@ def test_without_tools_nothing_is_a_call(http: Any, engines: Any) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_tools_stay_in_the_prompt_unless_the_server_says_otherwise(http: Any, engines: Any) -> None:
+def test_unused_tools_stay_in_prompt_by_default(http: Any, engines: Any) -> None:
     http.chat(tools=[WEATHER], tool_choice="none")
     assert prompt_of(engines).startswith("<tools>")
 
@@ -359,7 +359,7 @@ def test_tools_stay_in_the_prompt_unless_the_server_says_otherwise(http: Any, en
 @pytest.mark.parametrize(
     "config", [AnswerConfig(exclude_tools_when_tool_choice_none=True)], indirect=True
 )
-def test_unused_tools_can_be_left_out(http: Any, engines: Any) -> None:
+def test_unused_tools_can_be_omitted(http: Any, engines: Any) -> None:
     http.chat(tools=[WEATHER], tool_choice="none")
     assert prompt_of(engines).startswith("<|user|>")
 
@@ -386,14 +386,14 @@ def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
     )
 
 
-def test_an_empty_list_of_calls_is_no_call(http: Any, engines: Any) -> None:
+def test_empty_list_of_calls_is_no_call(http: Any, engines: Any) -> None:
     template = "{% for m in messages %}{{ 'called' if 'tool_calls' in m else 'said' }}{% endfor %}"
     engines.tokenizer.chat_template = ChatTemplate(template, {})
     http.chat(messages=[USER, {"role": "assistant", "content": "x", "tool_calls": []}])
     assert prompt_of(engines) == "saidsaid"
 
 
-def test_reasoning_is_shown_apart(http: Any, engines: Any) -> None:
+def test_reasoning_is_returned_separately(http: Any, engines: Any) -> None:
     engines.script = engines.answer("hm, well</think>\n\nYes.")
     fields = {"chat_template_kwargs": {"think": True}}
     message = http.chat(**fields)["choices"][0]["message"]
@@ -406,7 +406,7 @@ def test_reasoning_is_shown_apart(http: Any, engines: Any) -> None:
     assert (message["reasoning_content"], message["reasoning"]) == (None, None)
 
 
-def test_a_call_in_reasoning_that_nothing_follows_is_a_call(http: Any, engines: Any) -> None:
+def test_call_at_end_of_unclosed_reasoning_is_a_call(http: Any, engines: Any) -> None:
     for end in ("", "</think>"):
         engines.script = engines.answer(f"<think>I ask.\n{CALL}{end}")
         (choice,) = http.chat(tools=[WEATHER])["choices"]
@@ -416,7 +416,7 @@ def test_a_call_in_reasoning_that_nothing_follows_is_a_call(http: Any, engines: 
 
 
 @pytest.mark.parametrize("config", [AnswerConfig()], indirect=True)
-def test_reasoning_is_found_by_the_chat_template(http: Any, engines: Any) -> None:
+def test_reasoning_tags_are_detected_from_chat_template(http: Any, engines: Any) -> None:
     engines.script = engines.answer("<think>hm</think>Yes.")
     message = http.chat()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "Yes.")
@@ -451,7 +451,7 @@ def test_tags_can_be_named(http: Any, engines: Any) -> None:
     ],
     indirect=True,
 )
-def test_a_server_may_not_offer_auto(http: Any) -> None:
+def test_tool_choice_auto_can_be_disabled(http: Any) -> None:
     response = http.post("/v1/chat/completions", {"messages": [USER], "tools": [WEATHER]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tool_choice"
@@ -486,7 +486,7 @@ def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(
     assert answer.status_code == 200, answer.text
 
 
-def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engines: Any) -> None:
+def test_deeply_nested_call_name_is_no_call(http: Any, engines: Any) -> None:
     engines.context = 5000
     engines.script = engines.answer('<tool_call>{"name": ' + "[" * 1200 + "]" * 1200 + "}")
     (answer,) = http.chat(tools=[NOW])["choices"]
@@ -495,7 +495,7 @@ def test_a_model_that_writes_a_deeply_nested_name_calls_nothing(http: Any, engin
 
 @pytest.mark.parametrize("levels", [60, 70, 120, 150, 180])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_parameters_that_are_nested_deeply_are_named(
+def test_deeply_nested_parameters_are_refused_by_name(
     http: Any, engines: Any, levels: int, choice: str
 ) -> None:
     engines.context = 10_000
@@ -518,7 +518,7 @@ def test_parameters_that_are_nested_deeply_are_named(
 
 
 @pytest.mark.parametrize(("asked", "budget"), [(5, 5), (0, 1), (-1, None)])
-def test_thinking_can_have_a_budget(
+def test_reasoning_can_have_a_budget(
     http: Any, engines: Any, asked: int, budget: int | None
 ) -> None:
     http.chat(thinking_token_budget=asked)

@@ -54,14 +54,14 @@ def rows(path: str, state: str) -> Iterator[tuple[str, Row]]:
     return ((name, row) for name, row in TABLE[path].items() if row.state == state)
 
 
-def test_every_row_but_of_what_is_the_same_has_its_reason() -> None:
+def test_every_row_with_a_difference_has_a_reason() -> None:
     for fields in TABLE.values():
         for name, row in fields.items():
             assert bool(row.why) == (row.state != "same"), name
 
 
 @pytest.mark.parametrize("path", TABLE)
-def test_what_is_refused_is_refused_by_its_name(http: Any, path: str) -> None:
+def test_refused_fields_are_named(http: Any, path: str) -> None:
     for name, row in rows(path, "refused"):
         answer = http.post(path, {**BODIES[path], name: row.example})
         assert answer.status_code == 400, name
@@ -71,7 +71,7 @@ def test_what_is_refused_is_refused_by_its_name(http: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", TABLE)
-def test_what_asks_for_nothing_is_taken(http: Any, path: str) -> None:
+def test_neutral_values_of_refused_fields_are_accepted(http: Any, path: str) -> None:
     for name, row in (*rows(path, "refused"), *rows(path, "ignored")):
         for neutral in (None, *row.neutral):
             answer = http.post(path, {**BODIES[path], name: neutral})
@@ -79,7 +79,7 @@ def test_what_asks_for_nothing_is_taken(http: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_ignored_changes_nothing(
+def test_ignored_fields_change_nothing(
     request: pytest.FixtureRequest, engines: Any, path: str
 ) -> None:
     """Ignored fields change neither the engine requests nor the answer."""
@@ -115,14 +115,14 @@ _MADE_UP = re.compile(
 """Fields that differ between identical requests, and fields echoed in answers."""
 
 
-def test_a_refused_field_is_found_however_its_name_is_spelled(http: Any) -> None:
+def test_refused_field_is_found_under_all_spellings(http: Any) -> None:
     body = b'{"prompt": "hello", "kv\\u005ftransfer_params": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
     assert answer.json()["error"]["param"] == "kv_transfer_params"
 
 
-def test_one_is_not_true(http: Any) -> None:
+def test_true_does_not_count_as_neutral_one(http: Any) -> None:
     body = {**BODIES["/v1/completions"], "length_penalty": True}
     assert http.post("/v1/completions", body).status_code == 400
 
@@ -134,7 +134,7 @@ WRITING = [
 
 
 @pytest.mark.parametrize("path", WRITING)
-def test_what_another_endpoint_honours_is_not_ignored(path: str) -> None:
+def test_fields_of_other_endpoints_are_not_ignored(path: str) -> None:
     honoured = {name for each in WRITING for state in HONOURED for name, _ in rows(each, state)}
     listed = {*TABLE[path], "user", "stream_options"}  # these do not change answers here
     assert honoured <= listed
@@ -144,19 +144,19 @@ def test_what_another_endpoint_honours_is_not_ignored(path: str) -> None:
 HONOURED = ("same", "different")
 
 
-def test_fields_that_nobody_has_heard_of_are_ignored(request: pytest.FixtureRequest) -> None:
+def test_unknown_fields_are_ignored(request: pytest.FixtureRequest) -> None:
     for path, body in BODIES.items():
         assert at(request, path).post(path, {**body, "unheard_of": {"of": [1]}}).status_code == 200
 
 
-def test_the_last_of_several_values_counts(http: Any) -> None:
+def test_last_of_duplicate_values_counts(http: Any) -> None:
     body = b'{"prompt": "hello", "kv_transfer_params": null, "kv_transfer_params": true}'
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_page_equals_the_table() -> None:
     assert TARGET.read_text(encoding="utf-8") == render()
 
 
@@ -274,7 +274,7 @@ def test_an_unknown_field_is_logged_once(
     assert "secret" not in said
 
 
-def test_only_so_many_unknown_fields_are_logged(
+def test_number_of_logged_unknown_fields_is_limited(
     http: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compatibility, "_logged", set())

@@ -69,7 +69,7 @@ def test_defaults_and_parameters_reach_the_engine(http: Any, engines: Any) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_stream_sums_up_to_the_whole_answer(http: Any, engines: Any, seed: int) -> None:
+def test_stream_adds_up_to_the_full_answer(http: Any, engines: Any, seed: int) -> None:
     fields = {"prompt": "the fox", "max_tokens": 100, "logprobs": 2, "echo": True, "seed": 1}
     engines.script = engines.answer(TEXT, cut=engines.random_cuts(seed))
     whole = http.complete(**fields)
@@ -94,7 +94,7 @@ def test_without_include_usage_no_chunk_has_usage(http: Any) -> None:
     assert all(len(event["choices"]) == 1 for event in events)
 
 
-def test_no_chunk_is_sent_for_half_a_character(http: Any, engines: Any) -> None:
+def test_incomplete_characters_are_not_sent(http: Any, engines: Any) -> None:
     engines.script = engines.answer("🙂")
     events = http.stream("/v1/completions", {"prompt": "hello"})
     assert [event["choices"][0]["text"] for event in events] == ["🙂", ""]
@@ -109,7 +109,7 @@ def test_no_chunk_is_sent_for_half_a_character(http: Any, engines: Any) -> None:
         ([[5, 6], [7]], 2),
     ],
 )
-def test_prompts_come_in_four_shapes(http: Any, engines: Any, prompt: Any, count: int) -> None:
+def test_prompts_have_four_forms(http: Any, engines: Any, prompt: Any, count: int) -> None:
     body = http.complete(prompt=prompt)
     assert [choice["index"] for choice in body["choices"]] == list(range(count))
     assert len(engines.streams) == count
@@ -119,7 +119,7 @@ def test_prompts_come_in_four_shapes(http: Any, engines: Any, prompt: Any, count
     assert body["usage"]["prompt_tokens"] == sum(lengths)
 
 
-def test_choices_draw_with_their_own_seeds(http: Any, engines: Any) -> None:
+def test_choices_sample_with_their_own_seeds(http: Any, engines: Any) -> None:
     body = http.complete(prompt=["hello", "world"], n=2, seed=2**63 - 2)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     seeds = [stream.sampling.seed for stream in engines.streams]
@@ -145,7 +145,7 @@ def test_streamed_choices_are_distinguished(http: Any, engines: Any) -> None:
     assert texts == dict.fromkeys(range(4), "hello world")
 
 
-def test_best_of_shows_the_most_likely(http: Any, engines: Any) -> None:
+def test_best_of_returns_most_likely_choices(http: Any, engines: Any) -> None:
     likely = iter([300, 5, 200])
 
     def script(stream: Any) -> Any:
@@ -198,7 +198,7 @@ def test_a_stop_string_ends_the_answer_and_frees_the_engine(http: Any, engines: 
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_token_ids_come_if_asked_for(http: Any, engines: Any) -> None:
+def test_token_ids_are_returned_if_requested(http: Any, engines: Any) -> None:
     choice = http.complete(prompt=[5, 6], return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == [5, 6]
     events = http.stream("/v1/completions", {"prompt": [5, 6], "return_token_ids": True})
@@ -216,7 +216,7 @@ def test_prompts_can_be_truncated_to_their_end(
     assert engines.streams[0].prompt_token_ids == kept
 
 
-def test_a_default_of_max_tokens_is_cut_to_what_fits(http: Any, engines: Any) -> None:
+def test_default_max_tokens_is_limited_to_context(http: Any, engines: Any) -> None:
     http.complete(prompt=[5] * 507)
     assert engines.streams[0].sampling.max_tokens == 5
 
@@ -229,7 +229,7 @@ def test_long_prompts_are_tokenized_off_the_event_loop(http: Any, engines: Any) 
     assert engines.streams[0].prompt_token_ids == expected
 
 
-def test_requests_can_be_named(http: Any, engines: Any) -> None:
+def test_requests_can_have_client_ids(http: Any, engines: Any) -> None:
     response = http.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine"
     assert response.json()["id"] == "cmpl-mine"
@@ -238,7 +238,7 @@ def test_requests_can_be_named(http: Any, engines: Any) -> None:
     assert [stream.request_id for stream in engines.streams] == ["mine", "other", "other-1"]
 
 
-def test_the_first_served_name_answers_when_none_is_given(http: Any) -> None:
+def test_first_served_name_is_the_default_model(http: Any) -> None:
     assert http.post("/v1/completions", {"prompt": "x"}).json()["model"] == "tiny"
     assert http.complete(model="also-tiny")["model"] == "also-tiny"
 
@@ -254,7 +254,7 @@ def test_requests_can_be_pinned_to_an_engine(http: Any, engines: Any) -> None:
 
 @pytest.mark.parametrize("skip", [True, False, None])
 @pytest.mark.parametrize("stream", [True, False])
-def test_echoed_token_ids_are_in_the_text_where_their_offsets_say(
+def test_echoed_tokens_match_their_text_offsets(
     http: Any, engines: Any, skip: bool | None, stream: bool
 ) -> None:
     special = {name: engines.tokenizer.token_to_id(name) for name in ("<|user|>", "<|end|>")}
@@ -289,7 +289,7 @@ def test_the_best_beams_are_answered_best_first(http: Any, engines: Any) -> None
     assert all(stream.closed.is_set() for stream in engines.streams)
 
 
-def test_a_search_that_an_engine_fails_is_an_error(http: Any, engines: Any) -> None:
+def test_engine_failure_during_beam_search_is_an_error(http: Any, engines: Any) -> None:
     engines.script = lambda stream: [NoEngineAvailable("gone")]
     answer = http.post(
         "/v1/completions", {"model": "tiny", "prompt": ["a", "b"], "use_beam_search": True}
@@ -297,7 +297,7 @@ def test_a_search_that_an_engine_fails_is_an_error(http: Any, engines: Any) -> N
     assert answer.status_code == 503
 
 
-def test_each_token_has_its_own_score_first(http: Any) -> None:
+def test_each_token_lists_its_own_score_first(http: Any) -> None:
     scores = http.complete(echo=True, logprobs=1, max_tokens=4)["choices"][0]["logprobs"]
     for token, alternatives in zip(scores["tokens"], scores["top_logprobs"], strict=True):
         assert alternatives is None or next(iter(alternatives)) == token

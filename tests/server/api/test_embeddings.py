@@ -40,9 +40,7 @@ def refused(http: Http, path: str, body: dict[str, Any], param: str, part: str =
 @pytest.mark.parametrize(
     "given", ["hello", ["hello", "the fox"], [5, 6, 7], [[5, 6], [7]], ["hello"]], ids=repr
 )
-def test_every_form_of_input_gets_its_embeddings(
-    pooling_http: Pooling, text: Any, given: Any
-) -> None:
+def test_every_input_format_is_supported(pooling_http: Pooling, text: Any, given: Any) -> None:
     http = pooling_http()
     texts = [given] if isinstance(given, str) else given
     if isinstance(texts[0], int):
@@ -61,7 +59,7 @@ def test_every_form_of_input_gets_its_embeddings(
     }
 
 
-def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
+def test_large_answer_is_never_fully_in_memory(pooling_http: Pooling) -> None:
     """An answer has up to 4,194,304 numbers as text, and several clients may read slowly."""
     http, sent = pooling_http(size=4096), []
 
@@ -84,7 +82,7 @@ def test_a_large_answer_is_never_whole_in_memory(pooling_http: Pooling) -> None:
     assert "content-length" in http.post("/v1/embeddings", {"input": [[1]]}).headers
 
 
-def test_a_long_text_is_not_copied_for_each_that_it_is_paired_with(backend: Tokenizer) -> None:
+def test_long_text_is_not_copied_per_pair(backend: Tokenizer) -> None:
     tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
     maker = PoolingModel(PoolingSpec(task="embed", pooling="mean", size=1), tokenizer)
     query, documents = "the fox " * 8000, ["a"] * (MAX_PROMPTS - 1)
@@ -122,7 +120,7 @@ def test_engines_get_the_pooling_parameters(
     assert first.closed.is_set()
 
 
-def test_each_token_has_a_vector_if_that_is_asked_for(
+def test_each_token_has_a_vector_if_requested(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     ids = [[5, 6], [7]]
@@ -150,7 +148,7 @@ def test_each_token_has_a_vector_if_that_is_asked_for(
     )
 
 
-def test_vectors_of_each_token_are_refused_where_there_are_none(
+def test_token_vectors_are_refused_if_unsupported(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     body: dict[str, Any] = {"input": [[5, 6]], "task": "token_embed"}
@@ -163,7 +161,7 @@ def test_vectors_of_each_token_are_refused_where_there_are_none(
     assert large.post("/pooling", {"input": [[1, 2, 3, 4]] * 2}).status_code == 200
 
 
-def test_embeddings_are_cut_by_themselves_if_settings_say_so(
+def test_embeddings_are_truncated_automatically_if_configured(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     http = pooling_http(dimensions=(2, 4), usual_dimensions=4)
@@ -178,7 +176,7 @@ def test_embeddings_are_cut_by_themselves_if_settings_say_so(
         assert engines.streams[-1].pooling == PoolingParams(dimensions=wanted)
 
 
-def test_dimensions_are_those_that_the_model_was_trained_for(pooling_http: Pooling) -> None:
+def test_only_trained_dimensions_are_accepted(pooling_http: Pooling) -> None:
     def ask(size: int) -> dict[str, Any]:
         return {"input": [1], "dimensions": size}
 
@@ -190,7 +188,7 @@ def test_dimensions_are_those_that_the_model_was_trained_for(pooling_http: Pooli
     assert pooling_http(dimensions=()).post("/v1/embeddings", ask(3)).status_code == 200
 
 
-def test_long_inputs_are_refused_or_cut(
+def test_long_inputs_are_refused_or_truncated(
     pooling_http: Pooling, engines: FakeGenerationClient, text: Any
 ) -> None:
     engines.context = 16
@@ -225,7 +223,7 @@ def test_long_inputs_are_refused_or_cut(
     refused(http, "/v1/embeddings", body, "truncate_prompt_tokens", "the 2 tokens")
 
 
-def test_prompts_stand_before_texts(
+def test_prompts_are_prepended_to_texts(
     pooling_http: Pooling, engines: FakeGenerationClient, text: Any
 ) -> None:
     http = pooling_http(prompts={"query": "q: ", "document": "d: "}, default_prompt="document")
@@ -250,7 +248,7 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return float(dot / (sum(x * x for x in a) * sum(x * x for x in b)) ** 0.5)
 
 
-def test_pairs_are_scored_by_the_angle_between_embeddings(pooling_http: Pooling, text: Any) -> None:
+def test_pairs_are_scored_by_cosine_similarity(pooling_http: Pooling, text: Any) -> None:
     http = pooling_http()
     texts = ["fox", "the lazy dog", "hello"]
     one = http.post("/score", {"queries": "fox", "documents": texts}).json()
@@ -267,9 +265,7 @@ def test_pairs_are_scored_by_the_angle_between_embeddings(pooling_http: Pooling,
     refused(http, "/score", body, "queries", "exactly one of queries, text_1, data_1")
 
 
-def test_pairs_are_scored_by_the_similarity_that_the_model_was_trained_for(
-    pooling_http: Pooling, text: Any
-) -> None:
+def test_pairs_are_scored_by_trained_similarity(pooling_http: Pooling, text: Any) -> None:
     a, b = vector_of(text("fox")), vector_of(text("hello"))
     pairs = list(zip(a, b, strict=True))
     expected = {
@@ -301,7 +297,7 @@ def test_a_cross_encoder_sees_both_texts_of_a_pair(
     assert answer["usage"]["total_tokens"] == sum(map(len, pairs))
 
 
-def test_of_a_pair_that_is_cut_the_longer_text_gives_way_first(
+def test_longer_text_of_a_pair_is_truncated_first(
     pooling_http: Pooling, engines: FakeGenerationClient, text: Any
 ) -> None:
     engines.context = 12
@@ -322,7 +318,7 @@ def test_of_a_pair_that_is_cut_the_longer_text_gives_way_first(
     assert http.post("/v2/rerank", body).status_code == 200, "Cohere's API cuts by itself"
 
 
-def test_results_come_in_the_shapes_of_jina_and_cohere(pooling_http: Pooling) -> None:
+def test_rerank_results_have_jina_and_cohere_formats(pooling_http: Pooling) -> None:
     http = pooling_http()
     body = {"query": "fox", "documents": ["hello", {"text": "fox"}, "dog"], "top_n": 2}
     jina = http.post("/v1/rerank", body).json()
@@ -349,7 +345,7 @@ def test_inputs_are_classified(pooling_http: Pooling) -> None:
     assert pooled["data"] == [{"object": "pooling", "index": 0, "data": [2.0, 9.0, 1.0]}]
 
 
-def test_a_model_says_what_it_is_for(pooling_http: Pooling, http: Http) -> None:
+def test_model_list_reports_task(pooling_http: Pooling, http: Http) -> None:
     embeds, classes = pooling_http(), pooling_http(task="classify", size=3)
     inputs: dict[str, Any] = {"input": "hello"}
     pair = {"text_1": "a", "text_2": "b"}
@@ -415,7 +411,7 @@ def test_a_model_says_what_it_is_for(pooling_http: Pooling, http: Http) -> None:
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": 10**30}, "top_n"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_by_name(
+def test_invalid_fields_are_refused_by_name(
     pooling_http: Pooling, path: str, fields: dict[str, Any], param: str
 ) -> None:
     answer = pooling_http().post(path, fields)
@@ -423,7 +419,7 @@ def test_what_is_wrong_is_refused_by_name(
     assert answer.json()["error"]["param"].partition("[")[0].partition(".")[0] == param
 
 
-def test_an_answer_has_its_price(pooling_http: Pooling, engines: FakeGenerationClient) -> None:
+def test_size_of_answers_is_limited(pooling_http: Pooling, engines: FakeGenerationClient) -> None:
     http = pooling_http(size=MAX_VECTOR_NUMBERS // 4 + 1)
     refused(http, "/v1/embeddings", {"input": [[1]] * 4}, "input", "more than the")
     refused(http, "/score", {"text_1": "a", "text_2": ["b"] * 3}, "text_2", "too many")
@@ -433,7 +429,7 @@ def test_an_answer_has_its_price(pooling_http: Pooling, engines: FakeGenerationC
     assert not engines.streams
 
 
-def test_what_a_key_may_have_at_once_holds(
+def test_concurrency_limit_of_key_applies(
     pooling_http: Pooling, config: FrontEndConfig, engines: FakeGenerationClient
 ) -> None:
     from msgspec.structs import replace
@@ -460,7 +456,7 @@ def test_errors_of_engines_about_an_input_are_returned(
     assert http.post("/v1/embeddings", {"input": [[1]]}).status_code == 503
 
 
-def test_a_large_request_is_handed_over_in_windows(
+def test_large_request_is_submitted_in_windows(
     pooling_http: Pooling, engines: FakeGenerationClient
 ) -> None:
     token_ids = [[index % 300] * (1 + index % 5) for index in range(1000)]
@@ -476,7 +472,7 @@ def test_vectors_are_counted(pooling_http: Pooling) -> None:
     assert [float(line.split()[-1]) for line in counted] == [3.0]
 
 
-def test_invocations_are_answered_as_what_they_are(pooling_http: Pooling) -> None:
+def test_invocations_are_answered_like_the_matching_endpoint(pooling_http: Pooling) -> None:
     embeds = pooling_http()
     found = embeds.post("/invocations", {"input": [[1, 2]]}).json()
     assert found["data"][0]["embedding"] == vector_of([1, 2])

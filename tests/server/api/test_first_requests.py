@@ -21,7 +21,7 @@ USER = {"role": "user", "content": "hello"}
         ("/v1/messages", {"model": "tiny", "messages": [USER], "max_tokens": 5}),
     ],
 )
-async def test_a_request_that_comes_before_engines_are_known_is_answered_when_they_are(
+async def test_request_before_engines_are_known_waits_for_them(
     app: FastAPI, engines: FakeGenerationClient, path: str, body: dict[str, Any]
 ) -> None:
     engines.engines_came.clear()

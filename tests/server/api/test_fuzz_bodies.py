@@ -190,7 +190,7 @@ def test_every_text_list_and_number_has_a_bound(apps: dict[str, FastAPI], path: 
 
 
 @pytest.mark.parametrize("path", [*POOLING, *ADAPTERS])
-def test_every_field_takes_or_refuses_its_worst_values(
+def test_every_field_handles_its_worst_values(
     apps: dict[str, FastAPI], send: Any, path: str
 ) -> None:
     right = (POOLING | ADAPTERS)[path]
@@ -202,7 +202,7 @@ def test_every_field_takes_or_refuses_its_worst_values(
 
 
 @pytest.mark.parametrize("path", [*POOLING, *ADAPTERS])
-def test_a_body_that_is_not_whole_or_no_json_is_refused(send: Any, path: str) -> None:
+def test_incomplete_and_non_json_bodies_are_refused(send: Any, path: str) -> None:
     text = json.dumps((POOLING | ADAPTERS)[path])
     deep = MAX_JSON_DEPTH + 1
     wrong: list[str | bytes] = [
@@ -217,9 +217,7 @@ def test_a_body_that_is_not_whole_or_no_json_is_refused(send: Any, path: str) ->
         assert answer.status_code == 400, (answer.request.content, answer.text)
 
 
-def test_paths_and_names_of_adapters_at_their_bounds(
-    send: Any, engines: FakeGenerationClient
-) -> None:
+def test_adapter_paths_and_names_are_bounded(send: Any, engines: FakeGenerationClient) -> None:
     """The coordinator receives only accepted values, unchanged."""
     names = ["x", "\n", "é" * 60, "../x", '"', "%00", "a b", "\u202e", "tiny"]
     paths = ["/", "..", "a/../../b", "x" * MAX_PATH_SIZE, "\n", "\u0000", "a\u0000", "~", "$HOME"]
@@ -309,7 +307,7 @@ def test_no_body_makes_the_server_fail(
     check()
 
 
-def test_what_has_no_body_is_answered_as_documented(
+def test_operations_without_body_answer_as_documented(
     whole_app: FastAPI, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def told(*_: object, **__: object) -> list[UtilityResult]:

@@ -53,14 +53,14 @@ def test_every_field_of_every_operation_is_attacked(whole_app: FastAPI) -> None:
             assert any(name.startswith(deepest) for name in names), "an image in a tool's result"
 
 
-def test_the_parts_of_the_attacks_are_all_of_them() -> None:
+def test_attack_parts_cover_all_attacks() -> None:
     parts = [[*piece(range(10), (which, 3))] for which in (1, 2, 3)]
     assert parts == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
     assert [*piece(range(10), (1, 1))] == [*range(10)]
 
 
 @pytest.mark.slow  # it opens a socket
-def test_right_bodies_are_accepted(app: FastAPI, served: Any) -> None:
+def test_valid_bodies_are_accepted(app: FastAPI, served: Any) -> None:
     """An invalid field is tested with all other fields valid."""
     with served(app) as url:
 

@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "hello"}
         ({"input": "hello"}, "response"),
     ],
 )
-def test_an_invocation_is_answered_as_what_it_is(http: Any, body: Any, kind: str) -> None:
+def test_invocation_is_answered_like_the_matching_endpoint(http: Any, body: Any, kind: str) -> None:
     answer = http.post("/invocations", body)
     assert (answer.status_code, answer.json()["object"]) == (200, kind)
 
@@ -29,14 +29,14 @@ def test_invocations_stream(http: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[]", b"{", b"7", b"\xff", b'{"model": "tiny"}'])
-def test_an_invocation_of_nothing_is_refused(http: Any, content: bytes) -> None:
+def test_unrecognized_invocation_is_refused(http: Any, content: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/invocations", content=content, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_invocations_cost_no_more_than_what_they_stand_for(http: Any) -> None:
+def test_invocations_cost_no_more_than_the_matching_endpoint(http: Any) -> None:
     body = b'{"messages": [' + b"0," * 300_000 + b"0]}"
     headers = {"content-type": "application/json"}
     answer = http.request("POST", "/invocations", content=body, headers=headers)
@@ -56,9 +56,7 @@ def test_a_ping_reports_whether_requests_can_be_served(
 
 @pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": True}])
 @pytest.mark.parametrize("forced", [False, True])
-def test_streams_end_with_their_usage_where_the_operator_wants_it(
-    http_of: Any, forced: bool, options: Any
-) -> None:
+def test_streams_end_with_usage_if_configured(http_of: Any, forced: bool, options: Any) -> None:
     settings = HttpConfig(enable_force_include_usage=forced)
     http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), http=settings))
     for path, body in (

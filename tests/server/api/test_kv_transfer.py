@@ -49,7 +49,7 @@ def post(http: Http, path: str, params: object, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_answer_of_one_server_is_what_the_next_is_asked_with(
+def test_transfer_params_of_prefill_answer_fit_decode_request(
     path: str, http: Http, engines: FakeGenerationClient
 ) -> None:
     answer = post(http, path, FIRST)
@@ -72,7 +72,7 @@ def test_the_answer_of_one_server_is_what_the_next_is_asked_with(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("allows", [False])
 @pytest.mark.parametrize("params", [FIRST, SECOND, {}], ids=["first", "second", "empty"])
-def test_without_permission_they_are_refused(
+def test_transfer_params_are_refused_without_permission(
     path: str, params: object, http: Http, engines: FakeGenerationClient
 ) -> None:
     answer = post(http, path, params)
@@ -98,7 +98,7 @@ def test_without_permission_they_are_refused(
         ("yes", {}),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_transfer_params_are_refused(
     params: object, more: dict[str, Any], http: Http, engines: FakeGenerationClient
 ) -> None:
     answer = post(http, "/v1/completions", params, **more)
@@ -107,7 +107,7 @@ def test_what_makes_no_sense_is_refused(
     assert not engines.streams
 
 
-def test_engines_that_offer_nothing_over_tcp_are_not_asked_to(
+def test_engines_without_tcp_offers_are_not_asked_for_transfer(
     http: Http, engines: FakeGenerationClient
 ) -> None:
     engines.offers = {0: KvOffer(KvSource("ipc:///private/blocks", 1), 4)}
@@ -124,7 +124,7 @@ def test_an_exited_engine_returns_no_transfer_parameters(
     assert answer.json()["kv_transfer_params"] is None
 
 
-def test_null_asks_for_nothing(http: Http, engines: FakeGenerationClient) -> None:
+def test_null_requests_no_transfer(http: Http, engines: FakeGenerationClient) -> None:
     answer = post(http, "/v1/completions", None)
     assert answer.status_code == 200
     assert "kv_transfer_params" not in answer.json()

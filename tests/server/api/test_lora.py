@@ -64,7 +64,7 @@ def test_a_stream_names_its_adapter_in_every_chunk(http: Any) -> None:
     assert {event["model"] for event in events} == {"sql"}
 
 
-def test_a_name_that_nobody_knows_is_not_found(http: Any, engines: FakeGenerationClient) -> None:
+def test_unknown_adapter_is_not_found(http: Any, engines: FakeGenerationClient) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -87,7 +87,7 @@ def test_adapters_are_listed_with_their_parent(http: Any) -> None:
     assert http.get("/v1/models/law").status_code == 404
 
 
-def test_what_is_asked_for_is_done_everywhere_before_it_is_answered(
+def test_adapter_changes_are_complete_before_the_answer(
     admin: Any, engines: FakeGenerationClient
 ) -> None:
     answer = admin.post(LOAD, {"lora_name": "law", "lora_path": "law"}, **ADMIN)
@@ -101,7 +101,7 @@ def test_what_is_asked_for_is_done_everywhere_before_it_is_answered(
     assert engines.changes == [("law", "law", False), ("sql", "/x", True), ("sql", None, False)]
 
 
-def test_how_it_ended_otherwise_is_an_error_with_its_reason(
+def test_failed_adapter_change_is_an_error_with_reason(
     admin: Any, engines: FakeGenerationClient
 ) -> None:
     for status, path in ((400, LOAD), (503, LOAD), (404, UNLOAD)):
@@ -134,7 +134,7 @@ def test_only_administrators_change_adapters(http: Any, admin: Any) -> None:
         ({"lora_name": "x", "lora_path": "x", "base_model_name": "other"}, "base_model_name"),
     ],
 )
-def test_wrong_bodies_are_refused_by_the_name_of_the_field(
+def test_invalid_bodies_are_refused_by_field_name(
     admin: Any, engines: FakeGenerationClient, body: dict[str, Any], param: str
 ) -> None:
     answer = admin.post(LOAD, body, **ADMIN)
@@ -154,6 +154,6 @@ def test_an_adapter_with_the_models_own_name_does_not_shadow_it(
     assert listed == ["tiny", "also-tiny"]
 
 
-def test_the_document_describes_the_endpoints(admin: Any) -> None:
+def test_openapi_document_describes_adapter_endpoints(admin: Any) -> None:
     document = json.loads(admin.get("/openapi.json").text)
     assert {LOAD, UNLOAD} <= document["paths"].keys()

@@ -68,7 +68,7 @@ def prompt_of(engines: Any) -> str:
     return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def test_a_text_is_answered(client: "anthropic.Anthropic", engines: Any) -> None:
+def test_text_message_is_answered(client: "anthropic.Anthropic", engines: Any) -> None:
     import anthropic
 
     message = client.messages.create(model="tiny", max_tokens=50, messages=HELLO, system="Be kind.")
@@ -81,7 +81,7 @@ def test_a_text_is_answered(client: "anthropic.Anthropic", engines: Any) -> None
     assert prompt_of(engines) == "<|system|>Be kind.<|user|>hello<|assistant|>"
 
 
-def test_thinking_text_and_calls_are_blocks_and_the_stream_adds_up_to_them(
+def test_thinking_text_and_calls_are_blocks_in_message_and_stream(
     client: "anthropic.Anthropic", engines: Any
 ) -> None:
     import anthropic
@@ -108,7 +108,7 @@ def test_thinking_text_and_calls_are_blocks_and_the_stream_adds_up_to_them(
     assert streamed.usage.output_tokens == message.usage.output_tokens
 
 
-def test_results_of_tools_come_back_as_messages(http: Any, engines: Any) -> None:
+def test_tool_results_become_messages(http: Any, engines: Any) -> None:
     used = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Oslo"}}
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "rain", "is_error": True}
@@ -127,7 +127,7 @@ def test_results_of_tools_come_back_as_messages(http: Any, engines: Any) -> None
     )
 
 
-def test_an_answer_that_was_begun_goes_on(http: Any, engines: Any) -> None:
+def test_prefilled_answer_is_continued(http: Any, engines: Any) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "The answer is"}]
     body = {"model": "tiny", "max_tokens": 9, "messages": messages}
     assert http.post("/v1/messages", body).status_code == 200
@@ -141,7 +141,7 @@ def test_an_answer_that_was_begun_goes_on(http: Any, engines: Any) -> None:
         ({"max_tokens": 50, "stop_sequences": ["world"]}, "stop_sequence", "world"),
     ],
 )
-def test_the_reason_why_an_answer_ended_is_returned(
+def test_stop_reason_is_returned(
     http: Any, fields: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
     answer = http.post("/v1/messages", {"model": "tiny", "messages": HELLO, **fields}).json()
@@ -156,7 +156,7 @@ def test_the_reason_why_an_answer_ended_is_returned(
         ({"type": "disabled"}, "[False]", False),
     ],
 )
-def test_thinking_is_asked_for(
+def test_thinking_can_be_requested(
     http: Any, engines: Any, thinking: dict[str, Any], prompt: str, shown: bool
 ) -> None:
     engines.script = engines.answer("<think>hm</think>Yes.")
@@ -186,7 +186,7 @@ def test_calls_can_be_enforced(
     assert ("call)*" in grammar.text) is parallel
 
 
-def test_an_answer_can_have_a_schema(http: Any, engines: Any) -> None:
+def test_answer_can_follow_a_schema(http: Any, engines: Any) -> None:
     format = {"type": "json_schema", "schema": {"type": "object"}}
     for field in ({"output_config": {"format": format}}, {"output_format": format}):
         http.post("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": HELLO, **field})
@@ -230,7 +230,7 @@ def test_tokens_are_counted_as_the_model_reads_them(
         ({"model": "other"}, "other"),
     ],
 )  # fmt: skip
-def test_wrong_fields_are_named_in_the_form_that_its_clients_know(
+def test_invalid_fields_are_reported_in_anthropic_format(
     http: Any, fields: dict[str, Any], place: str
 ) -> None:
     body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, **fields}
@@ -243,7 +243,7 @@ def test_wrong_fields_are_named_in_the_form_that_its_clients_know(
     assert place in error["error"]["message"]
 
 
-def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> None:
+def test_stream_failure_is_an_event(http: Any, engines: Any) -> None:
     whole = engines.script
     engines.script = lambda made: [*whole(made)[:2], RuntimeError("broken")]
     body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, "stream": True}
@@ -254,7 +254,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
 
 
 @pytest.mark.parametrize("config", [GuardConfig(api_key=("secret",))], indirect=True)
-def test_its_clients_keys_are_keys(client: "anthropic.Anthropic", http: Any) -> None:
+def test_anthropic_client_keys_are_accepted(client: "anthropic.Anthropic", http: Any) -> None:
     assert client.messages.create(model="tiny", max_tokens=5, messages=HELLO).content
     stranger = client.with_options(api_key="wrong")
     import anthropic
@@ -263,7 +263,7 @@ def test_its_clients_keys_are_keys(client: "anthropic.Anthropic", http: Any) -> 
         stranger.messages.create(model="tiny", max_tokens=5, messages=HELLO)
 
 
-def test_more_tool_results_and_calls_than_a_conversation_may_have_are_named(http: Any) -> None:
+def test_too_many_tool_results_and_calls_are_named(http: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": {}}
     for blocks, role, field in (
@@ -277,7 +277,7 @@ def test_more_tool_results_and_calls_than_a_conversation_may_have_are_named(http
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
-def test_a_demanded_tool_that_has_been_removed_is_refused_as_such(http: Any, choice: Any) -> None:
+def test_required_tool_that_was_removed_is_refused(http: Any, choice: Any) -> None:
     tool = {"type": "tool_reference", "name": "get_weather"}
     removal = {"role": "system", "content": [{"type": "tool_removal", "tool": tool}]}
     body = {"messages": [*HELLO, removal, *HELLO], "tools": [WEATHER, SEARCH]}
@@ -291,7 +291,7 @@ def test_a_demanded_tool_that_has_been_removed_is_refused_as_such(http: Any, cho
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_conversation_of_hosted_blocks_only_is_refused(http: Any, path: str) -> None:
+def test_conversation_with_only_hosted_blocks_is_refused(http: Any, path: str) -> None:
     turn = {"role": "user", "content": [{"type": "web_search_tool_result", "content": []}]}
     limit = {"max_tokens": 9} if path == "/v1/messages" else {}
     answer = http.post(path, {"model": "tiny", "messages": [turn], **limit})

@@ -22,7 +22,7 @@ def test_models_are_listed_and_found(http: Any) -> None:
     assert (model["object"], model["max_model_len"], model["root"]) == ("model", 512, "tiny")
 
 
-def test_a_living_process_is_healthy_also_without_engines(http: Any, engines: Any) -> None:
+def test_live_process_is_healthy_without_engines(http: Any, engines: Any) -> None:
     assert http.get("/ready").status_code == 200
     engines.ready = False
     assert http.get("/health").status_code == 200
@@ -37,7 +37,7 @@ def test_the_version_is_returned(http: Any) -> None:
     assert http.get("/version").json() == {"version": SWELL_VERSION, "protocol": PROTOCOL_VERSION}
 
 
-def test_text_is_tokenized_and_back(http: Any, engines: Any) -> None:
+def test_text_is_tokenized_and_detokenized(http: Any, engines: Any) -> None:
     text = "hello 你好 🙂"
     body = http.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
@@ -56,7 +56,7 @@ def test_conversations_are_tokenized(http: Any) -> None:
     assert text["prompt"] == "hello"
 
 
-def test_the_document_is_made_in_a_thread_when_it_is_first_read(app: FastAPI) -> None:
+def test_openapi_document_is_built_in_a_thread_on_first_read(app: FastAPI) -> None:
     assert app.openapi_schema is None
     made_in = []
     document = app.openapi
@@ -80,7 +80,9 @@ def test_the_document_is_made_in_a_thread_when_it_is_first_read(app: FastAPI) ->
     assert thread is not threading.main_thread()
 
 
-def test_the_document_describes_every_path_with_bodies_and_errors(app: FastAPI, http: Any) -> None:
+def test_openapi_document_describes_every_path_with_bodies_and_errors(
+    app: FastAPI, http: Any
+) -> None:
     document = http.get("/openapi.json").json()
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
     served = {route.path_format for route in routes if route.include_in_schema}
@@ -112,14 +114,14 @@ class TestWithoutTemplate:
     def tokenizer(self, tokenizer: ServedTokenizer) -> ServedTokenizer:
         return ServedTokenizer(tokenizer.backend, eos_token_ids=sorted(tokenizer.eos_token_ids))
 
-    def test_chat_says_that_there_is_no_template(self, http: Any) -> None:
+    def test_chat_without_template_is_refused_with_reason(self, http: Any) -> None:
         body = {"messages": [{"role": "user", "content": "x"}]}
         response = http.post("/v1/chat/completions", body)
         assert response.status_code == 400
         assert "chat template" in response.json()["error"]["message"]
 
 
-class TestWithPickyTemplate:
+class TestWithStrictTemplate:
     @pytest.fixture
     def tokenizer(self, tokenizer: ServedTokenizer) -> ServedTokenizer:
         source = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}x"
@@ -129,14 +131,14 @@ class TestWithPickyTemplate:
             chat_template=ChatTemplate(source, {}),
         )
 
-    def test_chat_says_what_the_template_says(self, http: Any) -> None:
+    def test_template_error_is_returned_by_chat(self, http: Any) -> None:
         body = {"messages": [{"role": "user", "content": "x"}] * 2}
         error = http.post("/v1/chat/completions", body).json()["error"]
         assert error["param"] == "messages"
         assert "one at a time" in error["message"]
 
 
-def test_the_load_is_what_was_taken_on(http: Any) -> None:
+def test_load_is_zero_without_requests(http: Any) -> None:
     assert http.get("/load").json() == {"server_load": 0, "server_load_tokens": 0}
 
 
@@ -166,7 +168,7 @@ def test_settings_are_shown_to_administrators_without_secrets(
     assert '"open"' not in shown.text
 
 
-def test_the_tokenizer_is_shown_where_the_operator_wants_it(
+def test_tokenizer_info_is_shown_if_configured(
     http: Any, http_of: Any, config: FrontEndConfig
 ) -> None:
     assert http.get("/tokenizer_info").status_code == 404

@@ -99,7 +99,7 @@ def test_the_response_stream_helper_knows_every_event(client: openai.OpenAI) -> 
     assert message.type == "message"
 
 
-def test_what_a_response_gave_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_response_output_can_be_sent_as_input(client: openai.OpenAI) -> None:
     first = client.responses.create(model="tiny", input="weather?", tools=[
         {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
     ])  # fmt: skip

@@ -10,7 +10,7 @@ OPERATORS = ("/docs", "/openapi.json", "/metrics", "/status", "/admin/", "/serve
 """Prefixes of paths that the chart's Ingress and route do not expose."""
 
 
-def test_the_chart_publishes_every_path_that_clients_call_and_no_other(app: Any) -> None:
+def test_chart_publishes_exactly_the_client_paths(app: Any) -> None:
     text = (TARGET.parents[1] / "helm" / "swell" / "values.yaml").read_text(encoding="utf-8")
     published = yaml.safe_load(text)["api"]["publicPaths"]
     for route in app.routes:

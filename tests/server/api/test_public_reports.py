@@ -285,7 +285,7 @@ def shown_prompt(engines: Any) -> str:
     return prompt
 
 
-def test_a_tool_that_was_withdrawn_cannot_be_called(http: Any, engines: Any) -> None:
+def test_withdrawn_tool_cannot_be_called(http: Any, engines: Any) -> None:
     tools = [{"name": name, "input_schema": NONE} for name in ("f", "g")]
     change = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}}
     turns = [SAY_HI, {"role": "system", "content": [change]}]
@@ -300,7 +300,7 @@ def test_a_tool_that_was_withdrawn_cannot_be_called(http: Any, engines: Any) -> 
     assert (answer.status_code, "tool_choice" in answer.text) == (400, True)
 
 
-def test_what_another_server_has_compacted_is_refused(http: Any) -> None:
+def test_compaction_of_other_server_is_refused(http: Any) -> None:
     path, body = moved({"type": "compaction", "content": None, "encrypted_content": "x"})
     answer = http.post(path, {"model": "tiny", **body})
     assert answer.status_code == 400
@@ -314,7 +314,7 @@ def test_what_another_server_has_compacted_is_refused(http: Any) -> None:
         ({"type": "enabled", "clear_thinking": False}, "True True False"),
     ],
 )
-def test_reasoning_is_switched_as_in_the_apis_of_glm_and_kimi(
+def test_reasoning_switches_of_glm_and_kimi_apis_work(
     http: Any, engines: Any, sent: dict[str, Any], shown: str
 ) -> None:
     """vllm-project/vllm#24039, anomalyco/opencode#25001."""
@@ -324,7 +324,7 @@ def test_reasoning_is_switched_as_in_the_apis_of_glm_and_kimi(
     assert shown_prompt(engines) == f"{shown}Say hi."
 
 
-def test_a_call_that_was_streamed_is_taken_back(http: Any, engines: Any) -> None:
+def test_streamed_malformed_call_is_accepted_as_input(http: Any, engines: Any) -> None:
     wrong = '{"name": "get_weather", "arguments": {\'city\': \'Oslo\'}}'
     engines.script = engines.answer(f"<tool_call>\n{wrong}\n</tool_call>")
     engines.context = 4096
@@ -349,7 +349,7 @@ def test_a_call_that_was_streamed_is_taken_back(http: Any, engines: Any) -> None
     assert '"stop_reason":"tool_use","stop_sequence":null,"unreadable_tool_use":["call_' in text
 
 
-def test_more_inputs_than_an_embedding_takes_are_refused_with_the_limit(pooling_http: Any) -> None:
+def test_too_many_embedding_inputs_are_refused_with_limit(pooling_http: Any) -> None:
     answer = pooling_http().post("/v1/embeddings", {"input": ["x"] * 2049})
     assert answer.status_code == 400
     assert "2048" in answer.json()["error"]["message"]
@@ -395,14 +395,14 @@ FAILS_ON_TEXT = (
 )
 
 
-def test_arguments_that_a_template_cannot_show_are_empty(http: Any, engines: Any) -> None:
+def test_unrenderable_arguments_are_replaced_by_empty_ones(http: Any, engines: Any) -> None:
     engines.tokenizer.chat_template = ChatTemplate(FAILS_ON_TEXT, {})
     http.chat(messages=after_call("no JSON"))
     prompt = shown_prompt(engines)
     assert prompt == "user!assistanttooluser"
 
 
-def test_the_strict_template_refuses_what_is_not_merged() -> None:
+def test_strict_template_rejects_unmerged_system_messages() -> None:
     """The template itself rejects the message order that the other tests send."""
     turns = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, SAY_HI]
     template = ChatTemplate(STRICT, {})
@@ -412,9 +412,7 @@ def test_the_strict_template_refuses_what_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_demanded_call_that_is_cut_shows_no_markup(
-    http: Any, engines: Any, streamed: bool
-) -> None:
+def test_truncated_required_call_shows_no_markup(http: Any, engines: Any, streamed: bool) -> None:
     """vllm-project/vllm#47903: the last of several calls ends before its arguments."""
     engines.context = 4096
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -57,7 +57,7 @@ def test_each_chunk_has_its_usage_on_request(http: Any, path: str, body: Any) ->
     )
 
 
-def test_scores_name_tokens_by_their_ids(http: Any) -> None:
+def test_logprobs_name_tokens_by_id(http: Any) -> None:
     fields = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 3}
     choice = http.complete(logprobs=2, **fields)["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
@@ -69,7 +69,7 @@ def test_scores_name_tokens_by_their_ids(http: Any) -> None:
     assert names == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
-def test_the_operator_may_have_tokens_named_by_their_ids(http_of: Any) -> None:
+def test_operator_can_make_logprobs_name_tokens_by_id(http_of: Any) -> None:
     settings = HttpConfig(return_tokens_as_token_ids=True)
     http = http_of(FrontEndConfig(model=ModelConfig(model="tiny"), http=settings))
     for asked, by_id in (({}, True), ({"return_tokens_as_token_ids": False}, False)):
@@ -79,7 +79,7 @@ def test_the_operator_may_have_tokens_named_by_their_ids(http_of: Any) -> None:
         assert choice["logprobs"]["content"][0]["token"].startswith("token_id:") is by_id
 
 
-def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
+def test_logprobs_include_named_token_ids(http: Any) -> None:
     named, fields = [7, 3, 300], {"return_tokens_as_token_ids": True, "max_tokens": 2}
     choice = http.chat(logprobs=True, logprob_token_ids=named, **fields)["choices"][0]
     for each in choice["logprobs"]["content"]:
@@ -92,7 +92,7 @@ def test_scores_are_of_the_tokens_that_are_named(http: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "ids"])
-def test_a_prompt_is_cut_at_the_side_that_is_named(
+def test_prompt_is_truncated_at_requested_side(
     http: Any, engines: Any, tokenizer: Any, source: str
 ) -> None:
     text = "the quick brown fox jumps"
@@ -103,7 +103,7 @@ def test_a_prompt_is_cut_at_the_side_that_is_named(
         assert engines.streams[-1].prompt_token_ids == kept
 
 
-def test_of_a_very_long_text_the_beginning_is_kept(http: Any, engines: Any, tokenizer: Any) -> None:
+def test_beginning_of_very_long_text_is_kept(http: Any, engines: Any, tokenizer: Any) -> None:
     text = string.ascii_lowercase * 20_000
     http.complete(prompt=text, truncate_prompt_tokens=7, truncation_side="right", max_tokens=1)
     assert (
@@ -112,7 +112,7 @@ def test_of_a_very_long_text_the_beginning_is_kept(http: Any, engines: Any, toke
     )
 
 
-def test_minus_one_asks_for_all_log_probabilities(http: Any, http_of: Any, tokenizer: Any) -> None:
+def test_minus_one_requests_all_log_probabilities(http: Any, http_of: Any, tokenizer: Any) -> None:
     size, free = tokenizer.vocab_size, all_logprobs(http_of)
     for http_with, status in ((http, 400), (free, 200)):
         for path, fields, name in (
@@ -132,13 +132,13 @@ def test_minus_one_asks_for_all_log_probabilities(http: Any, http_of: Any, token
     assert len(top["content"][0]["top_logprobs"]) == size
 
 
-def test_all_log_probabilities_are_within_the_budget_of_an_answer(http_of: Any) -> None:
+def test_all_log_probabilities_count_against_answer_budget(http_of: Any) -> None:
     body = {"prompt": "hello", "logprobs": -1, "max_tokens": 400, "n": 4}
     answer = all_logprobs(http_of).post("/v1/completions", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
 
 
-def test_an_answer_begins_with_what_the_assistant_said(http: Any, engines: Any) -> None:
+def test_echoed_answer_starts_with_assistant_message(http: Any, engines: Any) -> None:
     messages = [USER, {"role": "assistant", "content": "Sure: "}]
     fields: dict[str, Any] = {
         "messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 100
@@ -152,7 +152,7 @@ def test_an_answer_begins_with_what_the_assistant_said(http: Any, engines: Any) 
     assert alone["choices"][0]["message"]["content"] == "hello again"
 
 
-def test_an_echo_in_many_answers_is_bounded(http: Any) -> None:
+def test_echo_in_many_choices_is_bounded(http: Any) -> None:
     said = {"role": "assistant", "content": "x" * (MAX_ECHO // 128 + 1)}
     body = {"messages": [USER, said], "echo": True, "n": 128}
     answer = http.post("/v1/chat/completions", body)
@@ -160,7 +160,7 @@ def test_an_echo_in_many_answers_is_bounded(http: Any) -> None:
     assert answer.json()["error"]["param"] in ("echo", "messages")
 
 
-def test_a_response_is_held_to_structured_outputs(http: Any, engines: Any) -> None:
+def test_structured_outputs_apply_to_responses(http: Any, engines: Any) -> None:
     constraint = {"choice": ["hello", "again"]}
     body = {"input": "hello", "structured_outputs": constraint, "logit_bias": {"5": 1}}
     assert http.post("/v1/responses", body).status_code == 200
@@ -172,7 +172,7 @@ def test_a_response_is_held_to_structured_outputs(http: Any, engines: Any) -> No
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
 
 
-def test_completions_know_the_newer_name_of_max_tokens(http: Any, engines: Any) -> None:
+def test_completions_accept_max_completion_tokens(http: Any, engines: Any) -> None:
     http.complete(max_completion_tokens=7)
     assert engines.streams[-1].sampling.max_tokens == 7
     http.complete(max_completion_tokens=7, max_tokens=3)
@@ -203,7 +203,7 @@ def test_a_chat_template_gets_the_verbosity(
 
 
 @pytest.mark.parametrize("field", ["both", "reasoning", "reasoning_content"])
-def test_reasoning_is_shown_by_the_names_that_are_wanted(
+def test_reasoning_is_returned_under_configured_names(
     http_of: Any, engines: Any, field: Any
 ) -> None:
     answers = AnswerConfig(reasoning_parser="qwen3", reasoning_field=field)
@@ -224,7 +224,7 @@ def test_reasoning_is_shown_by_the_names_that_are_wanted(
 
 @pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
 @pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
-def test_templates_read_reasoning_by_either_name(sent: str, read: str, tokenizer: Any) -> None:
+def test_templates_get_reasoning_under_both_names(sent: str, read: str, tokenizer: Any) -> None:
     said = ChatMessage.model_validate({"role": "assistant", "content": "x", sent: "hm"})
     template = ChatTemplate("{% for m in messages %}{{ m." + read + " }}{% endfor %}", {})
     reads = ServedTokenizer(tokenizer.backend, eos_token_ids=[0], chat_template=template)
@@ -245,9 +245,7 @@ def test_the_first_chunk_contains_the_prompt(http: Any, engines: Any, options: A
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_answers_show_how_long_they_took_where_the_operator_wants_it(
-    http_of: Any, engines: Any, timed: bool
-) -> None:
+def test_answers_contain_timing_if_configured(http_of: Any, engines: Any, timed: bool) -> None:
     answer = engines.answer("hello world")
 
     def script(stream: Any) -> Any:

@@ -72,7 +72,7 @@ def test_functions_of_a_namespace_are_called_by_both_names(http: Any, engines: A
     "choice", ["required", {"type": "web_search"}, {"type": "web_search", "name": "web_search"},
                {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}]
 )  # fmt: skip
-def test_a_tool_that_is_not_run_here_is_refused_when_demanded(http: Any, choice: Any) -> None:
+def test_required_hosted_tool_is_refused(http: Any, choice: Any) -> None:
     body = {"model": "tiny", "input": "hi", "tools": [SEARCH], "tool_choice": choice}
     answer = http.post("/v1/responses", body)
     assert answer.status_code == 400
@@ -81,7 +81,7 @@ def test_a_tool_that_is_not_run_here_is_refused_when_demanded(http: Any, choice:
     assert "web_search" in error["message"]
 
 
-def test_the_clients_shell_is_called_with_a_command(http: Any, engines: Any) -> None:
+def test_local_shell_is_called_with_a_command(http: Any, engines: Any) -> None:
     calls(engines, "local_shell", {"command": ["ls", "-l"], "timeout_ms": 5})
     engines.context = 4096
     (item,) = respond(http, tools=[{"type": "local_shell"}])["output"]
@@ -101,7 +101,7 @@ def test_the_clients_shell_is_called_with_a_command(http: Any, engines: Any) -> 
     assert (item["status"], item["action"]["command"]) == ("incomplete", [])
 
 
-def test_tools_that_a_search_found_can_be_called(http: Any, engines: Any) -> None:
+def test_tools_found_by_search_can_be_called(http: Any, engines: Any) -> None:
     calls(engines, "tool_search", {"query": "g"})
     engines.context = 4096
     (item,) = respond(http, tools=[FIND])["output"]
@@ -118,7 +118,7 @@ def test_tools_that_a_search_found_can_be_called(http: Any, engines: Any) -> Non
     assert "<|tool|>Found: agents_v1." in prompt_of(engines)
 
 
-def test_the_input_of_a_custom_tool_is_held_to_its_lark_grammar(http: Any, engines: Any) -> None:
+def test_lark_grammar_of_custom_tool_is_enforced(http: Any, engines: Any) -> None:
     calls(engines, "apply_patch", {"input": '*** Begin\n"x"\n'})
     engines.context = 4096
     (item,) = respond(http, tools=[PATCH])["output"]
@@ -130,13 +130,13 @@ def test_the_input_of_a_custom_tool_is_held_to_its_lark_grammar(http: Any, engin
     assert "The input matches this lark grammar" in prompt_of(engines)
 
 
-def test_what_tools_of_other_servers_did_is_left_out(http: Any, engines: Any) -> None:
+def test_hosted_tool_items_are_omitted(http: Any, engines: Any) -> None:
     hosted = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}}
     respond(http, input=[{"role": "user", "content": "hi"}, hosted])
     assert prompt_of(engines) == "<|user|>hi<|end|><|assistant|>"
 
 
-def test_an_image_of_a_tool_is_said_to_be_left_out(http: Any, engines: Any) -> None:
+def test_omitted_tool_image_is_mentioned(http: Any, engines: Any) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     call = {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": [image]}
@@ -153,7 +153,7 @@ def test_no_input_is_an_empty_turn_of_the_user(
 
 
 @pytest.mark.parametrize(("arguments", "status"), [('{"a": 1}', "completed"), ("{", "incomplete")])
-def test_a_call_that_cannot_be_read_is_said_to_be_incomplete(
+def test_unreadable_call_is_marked_incomplete(
     http: Any, engines: Any, arguments: str, status: str
 ) -> None:
     engines.script = engines.answer(f'<tool_call>{{"name": "g", "arguments": {arguments}')
@@ -161,7 +161,7 @@ def test_a_call_that_cannot_be_read_is_said_to_be_incomplete(
     assert (item["type"], item["status"]) == ("function_call", status)
 
 
-def test_a_compacted_conversation_goes_on_with_its_summary(http: Any, engines: Any) -> None:
+def test_compacted_conversation_continues_with_summary(http: Any, engines: Any) -> None:
     engines.script = engines.answer("They greeted.")
     items = [
         {"role": "developer", "content": "be kind"},
@@ -187,7 +187,7 @@ def test_a_compacted_conversation_goes_on_with_its_summary(http: Any, engines: A
     )
 
 
-def test_tools_of_all_items_are_bounded_together_and_named_where_they_are_too_many(
+def test_tools_of_all_items_are_bounded_in_total_by_name(
     http: Any,
 ) -> None:
     found = [
@@ -202,7 +202,7 @@ def test_tools_of_all_items_are_bounded_together_and_named_where_they_are_too_ma
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
-def test_a_turn_of_too_many_calls_is_named(http: Any) -> None:
+def test_turn_with_too_many_calls_is_refused_by_name(http: Any) -> None:
     call = {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}"}
     answer = http.post("/v1/responses", {"model": "tiny", "input": [call] * 129})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[128]")
@@ -217,7 +217,7 @@ def allowing(number: int) -> schema.ResponsesRequest:
     return schema.ResponsesRequest.model_validate(body)
 
 
-def test_the_time_for_a_choice_of_tools_grows_with_their_number_and_no_faster() -> None:
+def test_tool_choice_takes_linear_time() -> None:
     half, whole = allowing(400), allowing(800)
 
     def choose(request: schema.ResponsesRequest) -> None:

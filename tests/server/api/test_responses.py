@@ -193,7 +193,7 @@ def test_a_stream_has_events_for_every_item_in_order(http: Any, engines: Any) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stream_ends_with_the_response_it_described(http: Any, engines: Any, seed: int) -> None:
+def test_stream_ends_with_the_described_response(http: Any, engines: Any, seed: int) -> None:
     engines.script = engines.answer(EVERYTHING, cut=engines.random_cuts(seed))
     whole = respond(http, tools=[WEATHER, NOW])
     events = stream(http, tools=[WEATHER, NOW])
@@ -244,7 +244,7 @@ def test_log_probabilities_belong_to_the_text(http: Any) -> None:
     assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
 
 
-def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> None:
+def test_stream_failure_is_an_event(http: Any, engines: Any) -> None:
     whole = engines.script
 
     def fails(made: Any) -> list[Any]:
@@ -257,7 +257,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event(http: Any, engines: Any) -> Non
     assert "broken" not in events[-1]["message"]
 
 
-def test_a_custom_tool_gets_a_text(http: Any, engines: Any) -> None:
+def test_custom_tool_gets_text_input(http: Any, engines: Any) -> None:
     call = {"name": "shell", "arguments": {"input": 'echo "hi"'}}
     engines.script = engines.answer(f"<tool_call>{json.dumps(call)}</tool_call>")
     fields: dict[str, Any] = {"tools": [SHELL, NOW], "max_output_tokens": 200}
@@ -277,7 +277,7 @@ def test_a_custom_tool_gets_a_text(http: Any, engines: Any) -> None:
     assert without_ids(events[-1]["response"])["output"] == [item]
 
 
-def test_what_a_model_writes_for_a_custom_tool_is_shown_as_it_is(http: Any, engines: Any) -> None:
+def test_custom_tool_input_is_returned_unchanged(http: Any, engines: Any) -> None:
     call = {"name": "shell", "arguments": {"line": "ls"}}
     engines.script = engines.answer(f"<tool_call>{json.dumps(call)}</tool_call>")
     (item,) = respond(http, tools=[SHELL], max_output_tokens=200)["output"]
@@ -300,7 +300,7 @@ def test_calls_of_custom_tools_are_turns_like_others(http: Any, engines: Any) ->
     )
 
 
-def test_the_input_of_a_custom_tool_is_held_to_its_expression(http: Any, engines: Any) -> None:
+def test_regex_of_custom_tool_is_enforced(http: Any, engines: Any) -> None:
     tool = {**SHELL, "format": DIGITS}
     respond(http, tools=[tool], tool_choice={"type": "custom", "name": "shell"})
     grammar = engines.streams[-1].sampling.grammar
@@ -308,7 +308,7 @@ def test_the_input_of_a_custom_tool_is_held_to_its_expression(http: Any, engines
 
 
 @pytest.mark.parametrize("instructions", [None, "be brief"])
-def test_turns_that_do_not_fit_are_left_out(
+def test_turns_beyond_context_are_dropped_if_truncation_is_auto(
     http: Any, engines: Any, instructions: str | None
 ) -> None:
     turns = [
@@ -335,7 +335,7 @@ def test_turns_that_do_not_fit_are_left_out(
     assert len(engines.streams[-1].prompt_token_ids) + len(more) > room
 
 
-def test_a_last_turn_that_does_not_fit_is_too_long(http: Any) -> None:
+def test_last_turn_beyond_context_is_refused(http: Any) -> None:
     body = {"model": "tiny", "input": "word " * 2000, "truncation": "auto"}
     refused = http.post("/v1/responses", body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
@@ -343,7 +343,7 @@ def test_a_last_turn_that_does_not_fit_is_too_long(http: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", ["whole", "tokens", "random"])
-def test_log_probabilities_are_those_of_the_text_next_to_reasoning_and_calls(
+def test_log_probabilities_cover_only_text_next_to_reasoning_and_calls(
     http: Any, engines: Any, cut: str
 ) -> None:
     sizes: dict[str, Any] = {"whole": lambda left: left, "random": engines.random_cuts(3)}

@@ -39,7 +39,7 @@ def test_middleware_sees_the_route_of_every_request(app: FastAPI, http: Any) -> 
     assert noted == ["/v1/completions", "/v1/chat/completions", "/v1/models/{model_id:path}"]
 
 
-def test_an_operation_gets_what_its_parameters_say(app: FastAPI, http: Any) -> None:
+def test_operation_gets_its_annotated_parameters(app: FastAPI, http: Any) -> None:
     async def echo(name: str, call: Call, services: ServicesDep, body: RequestBody) -> Response:
         return Response(f"{name} {call.path} {services.names[0]} {body.model_dump()}")
 
@@ -49,7 +49,7 @@ def test_an_operation_gets_what_its_parameters_say(app: FastAPI, http: Any) -> N
     assert answer.headers["x-request-id"]
 
 
-def test_an_operation_with_a_body_that_asks_for_more_is_refused_where_it_is_made() -> None:
+def test_operation_with_unsupported_parameters_is_refused_at_definition() -> None:
     async def depends(body: RequestBody, found: Annotated[int, Depends(lambda: 1)]) -> Response:
         return Response(f"{body} {found}")
 
@@ -72,7 +72,7 @@ def test_other_methods_of_its_path_are_refused(http: Any) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_guards_are_before_the_router(http_of: Any) -> None:
+def test_guards_run_before_the_router(http_of: Any) -> None:
     config = FrontEndConfig(guards=GuardConfig(api_key=("secret",)))
     assert http_of(config).post("/v1/completions", {"prompt": "x"}).status_code == 401
 
@@ -96,7 +96,7 @@ async def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:
         assert (await client.head("/v1/completions")).status_code == 405
 
 
-async def test_the_loop_serves_others_between_reading_a_large_body_and_using_it() -> None:
+async def test_event_loop_runs_between_reading_and_using_large_body() -> None:
     turns, turn_of_reading = 0, 0
 
     async def count() -> None:

@@ -35,7 +35,7 @@ def engine(rank: int, *, ready: bool = True, **counts: Any) -> EngineEntry:
     )
 
 
-def test_engines_that_are_missing_are_shown_with_the_reason(http: Any, engines: Any) -> None:
+def test_missing_engines_are_shown_with_reason(http: Any, engines: Any) -> None:
     lost = [MissingEngine(1, "silent", 75.0), MissingEngine(2, "not_joined", 5.0)]
     engines.view = msgspec.structs.replace(view(engine(0)), expected=3, missing=lost)
     body = http.get("/status.json").json()
@@ -53,7 +53,7 @@ def view(*engines: EngineEntry, running: bool = True) -> ClusterView:
     )  # fmt: skip
 
 
-def test_the_status_is_the_view_of_the_cluster(http: Any, engines: Any) -> None:
+def test_status_equals_cluster_view(http: Any, engines: Any) -> None:
     busy = engine(
         0, waiting=2, running=5, kv_usage=0.75, counters=EngineCounters(generation_tokens=900)
     )
@@ -77,7 +77,7 @@ def test_the_status_is_the_view_of_the_cluster(http: Any, engines: Any) -> None:
     assert (second["rank"], second["ready"], second["counts"]) == (1, False, None)
 
 
-def test_the_status_before_the_first_view(http: Any, engines: Any) -> None:
+def test_status_is_empty_before_first_view(http: Any, engines: Any) -> None:
     engines.ready = False
     body = http.get("/status.json").json()
     assert (body["ready"], body["running"], body["engines"]) == (False, False, [])
@@ -108,9 +108,7 @@ def test_the_status_is_documented(http: Any) -> None:
         *((f"/{name}.js", "text/javascript") for name in ("status", "access", "playground")),
     ],
 )
-def test_the_page_and_its_files_allow_nothing_from_elsewhere(
-    http: Any, path: str, media_type: str
-) -> None:
+def test_page_and_files_allow_no_foreign_content(http: Any, path: str, media_type: str) -> None:
     response = http.get(path)
     assert response.status_code == 200
     assert response.headers["content-type"] == f"{media_type}; charset=utf-8"
@@ -205,7 +203,7 @@ def test_the_page_of_an_embedding_model_compares_texts(
 
 
 @needs_chromium
-def test_a_conversation_goes_on_with_its_history_and_shows_markdown(
+def test_conversation_keeps_history_and_shows_markdown(
     browser: Any, app: Any, engines: Any, served: Any
 ) -> None:
     engines.view = view(engine(0))
@@ -250,7 +248,7 @@ def test_the_playground_stops_and_shows_errors(
 
 
 @needs_chromium
-def test_the_api_page_loads_nothing_from_elsewhere(
+def test_api_page_loads_no_foreign_content(
     browser: Any, app: Any, engines: Any, served: Any
 ) -> None:
     engines.view = view(engine(0))
@@ -264,7 +262,7 @@ def test_the_api_page_loads_nothing_from_elsewhere(
 
 
 @needs_chromium
-def test_the_page_asks_for_a_key_and_shows_nothing_before(
+def test_page_shows_nothing_before_a_key_is_entered(
     browser: Any, config: FrontEndConfig, engines: Any, tokenizer: Any, served: Any
 ) -> None:
     engines.view = view(engine(0, running=3))
@@ -296,7 +294,7 @@ def test_the_page_asks_for_a_key_and_shows_nothing_before(
 
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_phone_and_follows_its_own_rules(
+def test_page_fits_a_phone_in_light_and_dark_mode(
     browser: Any, app: Any, engines: Any, served: Any, dark: bool
 ) -> None:
     engines.view = view(*(engine(rank, running=3) for rank in range(3)))

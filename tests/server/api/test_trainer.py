@@ -92,14 +92,14 @@ def versions(engines: Engines) -> set[str]:
     return {source.version for source in engines.weights.values()}
 
 
-def test_each_engine_has_a_rank_behind_the_trainer() -> None:
+def test_each_engine_has_a_rank_after_the_trainer() -> None:
     engines = Engines()
     asyncio.run(transfer(engines).join(INIT))
     assert engines.places == {1: 1, 3: 2, 4: 3}
     assert not engines.have_left
 
 
-def test_a_world_that_is_too_small_is_refused_before_anybody_joins() -> None:
+def test_too_small_world_is_refused_before_joining() -> None:
     engines = Engines()
     small = INIT.model_copy(update={"rank_offset": 2})
     assert "no room for 3 engines from rank 2 on" in str(refused(transfer(engines).join(small)))
@@ -107,7 +107,7 @@ def test_a_world_that_is_too_small_is_refused_before_anybody_joins() -> None:
 
 
 @pytest.mark.parametrize("failing", ["init_weight_transfer_engine", "lose"])
-def test_all_leave_a_trainer_that_one_does_not_meet(failing: str) -> None:
+def test_all_engines_leave_if_one_cannot_join_trainer(failing: str) -> None:
     engines = Engines(**{failing: 3})
     error = refused(transfer(engines).join(INIT))
     assert (error.status, error.param) == (400, "update_info")
@@ -116,7 +116,7 @@ def test_all_leave_a_trainer_that_one_does_not_meet(failing: str) -> None:
 
 
 @pytest.mark.parametrize("failing", ["update_weights", "lose"])
-def test_all_leave_when_one_does_not_receive_everything(failing: str) -> None:
+def test_all_engines_leave_if_one_receives_incomplete_weights(failing: str) -> None:
     engines = Engines(**{failing: 4})
     error = refused(transfer(engines).receive(UPDATE))
     assert error.status == 400
@@ -124,7 +124,7 @@ def test_all_leave_when_one_does_not_receive_everything(failing: str) -> None:
     assert versions(engines) == {"1"}
 
 
-def test_an_engine_that_came_later_has_no_trainer() -> None:
+def test_engine_that_joined_later_has_no_trainer() -> None:
     engines = Engines()
     engines.phases[3] = "none"
     error = refused(transfer(engines).receive(UPDATE))
@@ -132,7 +132,7 @@ def test_an_engine_that_came_later_has_no_trainer() -> None:
     assert engines.have_left
 
 
-def test_tensors_in_one_buffer_are_refused() -> None:
+def test_packed_tensors_are_refused() -> None:
     packed = UPDATE.model_copy(update={"packed": True})
     assert "packed" in str(refused(transfer(Engines()).receive(packed)))
 
@@ -146,7 +146,7 @@ def test_partial_updates_are_distinguished_from_complete_ones(is_open: bool) -> 
 
 
 @pytest.mark.parametrize(("named", "version"), [("400", "400"), (None, "update-3")])
-def test_all_compute_with_what_came_and_give_up_what_was_before(
+def test_all_engines_switch_to_received_weights_and_free_previous(
     named: str | None, version: str
 ) -> None:
     engines = Engines()
@@ -157,7 +157,7 @@ def test_all_compute_with_what_came_and_give_up_what_was_before(
     assert not engines.have_left
 
 
-def test_one_that_cannot_load_them_has_all_go_back() -> None:
+def test_all_engines_revert_if_one_cannot_load() -> None:
     engines = Engines(load_weights=4)
     error = refused(transfer(engines).finish("400"))
     assert "engine 4: it cannot" in str(error)

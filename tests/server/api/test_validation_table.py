@@ -383,7 +383,7 @@ def asked(tokenizer: ServedTokenizer) -> Iterator[Asked]:
 
 
 @pytest.mark.parametrize(("endpoint", "fields", "blamed"), cases())
-def test_a_field_is_taken_or_blamed(
+def test_field_is_accepted_or_blamed(
     asked: Asked, endpoint: str, fields: dict[str, Any], blamed: str | None
 ) -> None:
     path, body = ENDPOINTS[endpoint]

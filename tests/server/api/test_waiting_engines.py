@@ -40,7 +40,7 @@ def status(**waiting: str) -> ControlStatus:
     return ControlStatus(3, {}, busy=False, waiting=waiting)
 
 
-def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
+def test_waiting_engines_are_shown_with_missing_parts() -> None:
     text = exposed(FakeControl(status(**{"1": "GPU", "2": "CPU, GPU"})))
     first, second = text.splitlines()[2:]
     assert first.startswith('swell_engine_waiting_for_resources{engine="1",model_name="')
@@ -48,7 +48,7 @@ def test_engines_that_wait_are_shown_with_what_is_missing() -> None:
     assert second.endswith(',resources="CPU, GPU"} 1.0')
 
 
-def test_nothing_is_shown_if_no_engine_waits_or_the_state_is_unknown(
+def test_nothing_is_shown_without_waiting_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(meta, "WITHIN", 0.001)

@@ -88,7 +88,7 @@ def update(engines: Engines, *, rolling: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("rolling", [True, False])
-def test_all_engines_and_those_to_come_get_the_weights(rolling: bool) -> None:
+def test_current_and_future_engines_get_the_weights(rolling: bool) -> None:
     engines = Engines()
     assert update(engines, rolling=rolling) == [0, 1, 2]
     assert set(engines.weights.values()) == {NEW}
@@ -98,7 +98,7 @@ def test_all_engines_and_those_to_come_get_the_weights(rolling: bool) -> None:
 
 @pytest.mark.parametrize("rolling", [True, False])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_one_engine_that_cannot_leaves_all_as_they_were(rolling: bool, rank: int) -> None:
+def test_failure_of_one_engine_leaves_all_unchanged(rolling: bool, rank: int) -> None:
     engines = Engines(failing=rank)
     with pytest.raises(ApiError, match="no such tensor") as refused:
         update(engines, rolling=rolling)
@@ -109,7 +109,7 @@ def test_one_engine_that_cannot_leaves_all_as_they_were(rolling: bool, rank: int
     assert halted.count("pause") == halted.count("resume")
 
 
-def test_an_engine_that_dies_meanwhile_is_no_fault_of_the_weights() -> None:
+def test_engine_death_during_update_does_not_fail_update() -> None:
     engines = Engines(dying=1)
     with pytest.raises(ApiError) as refused:
         update(engines, rolling=True)
@@ -118,7 +118,7 @@ def test_an_engine_that_dies_meanwhile_is_no_fault_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("rolling", [True, False])
-def test_of_two_updates_at_a_time_one_is_refused_or_both_and_all_engines_agree(
+def test_concurrent_updates_leave_all_engines_in_agreement(
     rolling: bool,
 ) -> None:
     engines = Engines()
@@ -135,7 +135,7 @@ def test_of_two_updates_at_a_time_one_is_refused_or_both_and_all_engines_agree(
     assert len(set(engines.weights.values())) == 1
 
 
-def test_an_order_that_is_not_taken_is_taken_back_everywhere() -> None:
+def test_rejected_weight_order_is_reverted_everywhere() -> None:
     engines = Engines()
 
     async def silent(request: FleetRequest, within: float = 0) -> list[UtilityResult]:

@@ -24,7 +24,7 @@ def test_a_request_keeps_its_body_as_it_is() -> None:
         ({"url": None}, "invalid_request", "a"),
     ],
 )
-def test_what_cannot_be_sent_is_explained(
+def test_unsendable_requests_are_explained(
     changes: dict[str, object], code: str, name: str | None
 ) -> None:
     with pytest.raises(BadLine) as caught:
@@ -33,7 +33,7 @@ def test_what_cannot_be_sent_is_explained(
 
 
 @pytest.mark.parametrize("line", [b"not json", b"{", b"\xff"])
-def test_a_line_that_is_no_json_is_said_to_be_that(line: bytes) -> None:
+def test_non_json_line_is_reported(line: bytes) -> None:
     with pytest.raises(BadLine) as caught:
         read_request(line)
     assert caught.value.error.code == "invalid_json_line"
@@ -49,7 +49,7 @@ def test_a_line_that_is_no_json_is_said_to_be_that(line: bytes) -> None:
         (None, "failed"),
     ],
 )
-def test_what_may_change_with_another_try_has_failed(response: object, outcome: str) -> None:
+def test_retryable_responses_count_as_failed(response: object, outcome: str) -> None:
     line = {"id": "i", "custom_id": "a", "response": response, "error": None}
     result = read_result(json.dumps(line).encode() + b"\n")
     assert result is not None

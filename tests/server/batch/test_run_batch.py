@@ -13,7 +13,7 @@ from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
 from server.batch.command import run_batch
 from server.batch.config import BatchConfig, RunBatchConfig
 from server.batch.lines import OutputBusy, OutputFile
-from server.fleet.own_server import serve_arguments
+from server.fleet.local_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def results(files: tuple[Path, Path]) -> dict[str | None, dict[str, Any]]:
     return by_name
 
 
-def test_every_endpoint_is_asked(url: str, files: tuple[Path, Path]) -> None:
+def test_every_endpoint_is_supported(url: str, files: tuple[Path, Path]) -> None:
     assert run(url, files, [line(path, path) for path in BODIES]) == 0
     found = results(files)
     assert found.keys() == BODIES.keys()
@@ -75,7 +75,7 @@ def test_every_endpoint_is_asked(url: str, files: tuple[Path, Path]) -> None:
         assert each["response"]["request_id"] == each["id"]
 
 
-def test_a_second_run_asks_for_nothing_that_has_an_answer(
+def test_second_run_skips_answered_requests(
     url: str, files: tuple[Path, Path], engines: Any
 ) -> None:
     lines = [line(str(number)) for number in range(20)]
@@ -112,7 +112,7 @@ def test_answers_are_in_the_order_of_their_requests(
     assert results(files).keys() == set(names) - {None}, "nothing that was answered is lost"
 
 
-def test_a_run_goes_on_after_a_crash(url: str, files: tuple[Path, Path], engines: Any) -> None:
+def test_run_resumes_after_a_crash(url: str, files: tuple[Path, Path], engines: Any) -> None:
     lines = [line(str(number)) for number in range(3)]
     assert run(url, files, lines) == 0
     whole = files[1].read_bytes()
@@ -122,7 +122,7 @@ def test_a_run_goes_on_after_a_crash(url: str, files: tuple[Path, Path], engines
     assert len(engines.streams) == 4
 
 
-def test_what_is_wrong_with_a_line_is_in_its_result(url: str, files: tuple[Path, Path]) -> None:
+def test_error_of_a_line_is_in_its_result(url: str, files: tuple[Path, Path]) -> None:
     lines = [line("good"), "not json", line("good"), line("bad", temperature=-1), ""]
     assert run(url, files, lines) == 0, "what is wrong with lines is said"
     found = [json.loads(each) for each in files[1].read_text(encoding="utf-8").splitlines()]
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_a_line_is_in_its_result(url: str, files: tuple[Path,
     assert len(found) == 4
 
 
-def test_a_busy_server_is_asked_again(url: str, files: tuple[Path, Path], engines: Any) -> None:
+def test_busy_server_is_retried(url: str, files: tuple[Path, Path], engines: Any) -> None:
     answer, asked = engines.script, []
 
     def first_busy(stream: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_busy_server_is_asked_again(url: str, files: tuple[Path, Path], engine
     assert len(asked) == 2
 
 
-def test_a_request_that_stays_without_success_is_tried_by_the_next_run(
+def test_failed_request_is_retried_by_next_run(
     url: str, files: tuple[Path, Path], engines: Any
 ) -> None:
     answer = engines.script
@@ -172,12 +172,12 @@ def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
         pass
 
 
-def test_files_have_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_and_output_files_are_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_batch(RunBatchConfig()) == 2
     assert "input file" in capsys.readouterr().err
 
 
-def test_an_own_server_gets_what_differs_from_the_defaults() -> None:
+def test_own_server_gets_changed_settings() -> None:
     config = RunBatchConfig(
         batch=BatchConfig(input_file="in", api_key="k"),
         model=ModelConfig(model="org/model", served_model_name=("a", "b")),

@@ -11,7 +11,7 @@ def gaps(times: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_arrivals_have_the_rate_and_the_burstiness_asked_for(burstiness: float) -> None:
+def test_arrivals_have_requested_rate_and_burstiness(burstiness: float) -> None:
     times = arrival_times(20_000, rate=50.0, burstiness=burstiness, seed=1)
     assert times == sorted(times)
     assert times[-1] == pytest.approx(20_000 / 50.0)
@@ -26,7 +26,7 @@ def test_poisson_arrivals_have_exponential_gaps() -> None:
     assert beyond_the_mean == pytest.approx(math.exp(-1), abs=0.02)
 
 
-def test_an_infinite_rate_makes_all_due_at_once() -> None:
+def test_infinite_rate_makes_all_arrivals_immediate() -> None:
     assert arrival_times(3, rate=math.inf, burstiness=1.0, seed=0) == [0.0, 0.0, 0.0]
 
 

@@ -134,7 +134,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_replaced() -> None:
     assert server.connections == 2
 
 
-def test_an_answer_may_end_with_its_connection() -> None:
+def test_answer_can_end_with_its_connection() -> None:
     _, [result] = play([sends(HEAD + b"\r\n", TOKEN, DONE)], ask, closes={0})
     assert (result.error, result.deltas) == (None, 1)
 
@@ -162,13 +162,13 @@ def test_failures_have_a_kind(reply: Reply, error: str) -> None:
         assert result.detail == "busy"
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_silent_server_times_out() -> None:
     silent: Reply = sends(CHUNKED, chunk(TOKEN))
     _, [result] = play([silent], lambda url: ask(url, give_up_after=2.0))
     assert (result.error, result.deltas) == ("timeout", 1)
 
 
-def test_nobody_listens() -> None:
+def test_refused_connection_is_a_failure() -> None:
     async def refused(url: str) -> Record:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))  # and does not listen
@@ -185,7 +185,7 @@ def test_tokens_without_text_still_have_a_first_time() -> None:
     assert (result.deltas, result.finish_reason) == (0, "length")
 
 
-def test_a_stream_that_breaks_raises_for_callers_that_want_it_whole() -> None:
+def test_broken_stream_raises_if_full_answer_is_required() -> None:
     async def whole(url: str) -> None:
         with pytest.raises(ConnectionError, match="connection_lost"):
             await stream_completion(f"{url}/v1/completions", {"prompt": "x"})
@@ -201,6 +201,6 @@ def test_only_http_addresses_are_targets(url: str) -> None:
         HttpClient(url)
 
 
-def test_a_header_cannot_smuggle_another() -> None:
+def test_headers_cannot_be_injected() -> None:
     with pytest.raises(ValueError, match="line break"):
         HttpClient("http://127.0.0.1", {"X": "a\r\nY: b"})

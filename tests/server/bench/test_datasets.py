@@ -51,7 +51,7 @@ def test_random_lengths_stay_within_their_range() -> None:
     assert {prompt.output_tokens for prompt in prompts} == set(range(7, 14))
 
 
-def test_random_text_has_the_length_asked_for() -> None:
+def test_random_text_has_requested_length() -> None:
     tokens: Any = WordTokens()
     workload = WorkloadConfig(num_prompts=5, num_warmups=2, random_input_len=20)
     prompts = asyncio.run(make_prompts(workload, tokens, as_text=True))
@@ -59,7 +59,7 @@ def test_random_text_has_the_length_asked_for() -> None:
     assert all(len(str(prompt.content).split()) == 20 for prompt in prompts)
 
 
-def test_conversations_give_questions_and_the_lengths_of_answers(tmp_path: Path) -> None:
+def test_conversations_provide_questions_and_answer_lengths(tmp_path: Path) -> None:
     def talk(*said: str) -> dict[str, Any]:
         names = ("human", "gpt")
         turns = [{"from": names[i % 2], "value": value} for i, value in enumerate(said)]
@@ -98,7 +98,7 @@ def test_files_of_prompts_are_read_and_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["not json", '"text"', "{}", '{"prompt": 3}', '{"prompt": "a", "output_tokens": 0}']
 )
-def test_a_wrong_line_is_named(tmp_path: Path, content: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "good"}\n' + content)
     with pytest.raises(BenchError, match=r"prompts\.jsonl:2"):
@@ -118,7 +118,7 @@ def test_an_unusable_dataset_is_refused(tmp_path: Path, name: Any, content: str)
             asyncio.run(make_prompts(workload, tokens, as_text=False))
 
 
-def test_request_bodies() -> None:
+def test_request_bodies_have_expected_fields() -> None:
     workload = WorkloadConfig(ignore_eos=True, temperature=0.5, extra_body='{"x": 1}')
     [body] = request_bodies(workload, [Prompt([1, 2], 3)], "m", chat=False)
     assert json.loads(body) == {

@@ -28,7 +28,7 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(seed: int) -> None:
     assert found == EVENTS
 
 
-def test_an_event_is_not_there_before_its_end() -> None:
+def test_events_are_returned_only_when_complete() -> None:
     parser = EventParser()
     assert parser.feed(b"data: x\n") == []
     assert parser.feed(b"\ndata: y\n\n") == [b"x", b"y"]
@@ -46,7 +46,7 @@ def test_an_event_is_not_there_before_its_end() -> None:
         (b'{"choices":[{"delta":{}}]}', False),
     ],
 )
-def test_only_what_a_client_can_show_counts_as_output(chunk: bytes, shows: bool) -> None:
+def test_only_displayable_deltas_count_as_output(chunk: bytes, shows: bool) -> None:
     assert decode_chunk(chunk).choices[0].shows_output is shows
 
 

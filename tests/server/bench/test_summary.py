@@ -43,7 +43,7 @@ def test_a_percentile_of_nothing_is_refused() -> None:
         percentile([], 50)
 
 
-def test_the_numbers_of_a_run() -> None:
+def test_summary_numbers_of_a_run_are_correct() -> None:
     records = [record(0), record(1, total=3.0, tokens=1), record(2, error="http_503", status=503)]
     summary = summarize(records, [50, 99], {"ttft": 0.5})
     assert summary.duration == 4.0
@@ -100,7 +100,7 @@ def cost(share: float, lag: float = 0.001) -> ClientCost:
     return ClientCost(10 * share, 10.0, deltas=100, loop_lag_p99=lag, loop_lag_max=lag)
 
 
-def test_a_client_that_is_the_bottleneck_says_so() -> None:
+def test_bottleneck_in_client_is_reported() -> None:
     assert client_warnings([cost(0.3)], 500.0, open_loop=False) == []
     assert "--processes" in client_warnings([cost(0.2), cost(0.95)], 0.0, open_loop=False)[0]
     assert "no core to spare" in client_warnings([cost(0.2, lag=0.05)], 0.0, open_loop=False)[0]

@@ -41,14 +41,14 @@ def test_a_request_holds_the_system_prompt_and_all_turns() -> None:
     assert "temperature" not in conversation.body("m", ChatSection())
 
 
-def test_a_question_without_an_answer_is_taken_back() -> None:
+def test_unanswered_question_is_removed() -> None:
     conversation = Conversation(None)
     conversation.add_user("one")
     conversation.answered("")
     assert conversation.messages == []
 
 
-def test_pieces_come_with_their_kind() -> None:
+def test_streamed_pieces_have_their_kind() -> None:
     answer = _events(
         _delta(reasoning_content="hm"), _delta(content="yes"), _delta("stop"), {"choices": []}
     )
@@ -69,7 +69,7 @@ def test_pieces_come_with_their_kind() -> None:
         (httpx.Response(200, text="data: " + "x" * (1 << 21) + "\n\n"), "too long"),
     ],
 )
-def test_what_is_no_answer_says_why(answer: httpx.Response, reason: str) -> None:
+def test_failed_answer_reports_reason(answer: httpx.Response, reason: str) -> None:
     with pytest.raises(ServerRefused, match=reason):
         list(stream_answer(_client(lambda _: answer), {}))
 
@@ -97,7 +97,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("served")
-def test_lines_of_a_pipe_are_turns(
+def test_piped_lines_are_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = iter(["hello", "", "fail", "again", "/clear", "new", "/nope", "/quit", "never"])

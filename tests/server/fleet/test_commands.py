@@ -19,7 +19,7 @@ def fleet(engines: dict[str, str], **more: object) -> dict[str, Any]:
     return {"data_parallel_size": 2, "engines": engines, "nodes": {}, "error": None, **more}
 
 
-def test_engines_on_ray_show_their_nodes_and_what_they_wait_for() -> None:
+def test_status_of_ray_engines_shows_nodes_and_wait_reasons() -> None:
     cluster = {"engines": [engine(0), engine(1, restarts=2)]}
     phases = {"0": "ready", "1": "retiring", "2": "waiting for 1 GPU"}
     hosts = {"0": "10.0.0.1", "1": "10.0.0.2"}
@@ -30,7 +30,7 @@ def test_engines_on_ray_show_their_nodes_and_what_they_wait_for() -> None:
     ]
 
 
-def test_without_the_admin_key_there_are_those_that_have_joined() -> None:
+def test_status_without_admin_key_lists_joined_engines() -> None:
     cluster = {"engines": [engine(0, ready=False, counts=None), engine(1, halted=True)]}
     assert engine_rows(cluster, None) == [
         ("0", "here", "joined", "-", "-", "-", "0"),
@@ -38,13 +38,13 @@ def test_without_the_admin_key_there_are_those_that_have_joined() -> None:
     ]
 
 
-def test_on_several_nodes_places_that_are_not_filled_are_shown_by_node() -> None:
+def test_status_shows_missing_engines_by_node() -> None:
     phases = {"a/0": "ready", "b/0": "importing torch"}
     rows = engine_rows({"engines": [engine(0)]}, fleet(phases, nodes={"a": {}, "b": {}}))
     assert [row[:3] for row in rows] == [("0", "here", "ready"), ("-", "b/0", "importing torch")]
 
 
-def test_the_summary_counts_engines_that_wait_by_what_is_missing() -> None:
+def test_summary_counts_waiting_engines_by_missing_part() -> None:
     cluster = {"version": "1", "models": ["m"], "num_front_ends": 1, "engines": [engine(0)]}
     phases = {"0": "ready", "1": "waiting for 1 GPU", "2": "waiting for 1 GPU"}
     status = fleet(phases, hosts={}, waiting={"1": "GPU", "2": "GPU"})

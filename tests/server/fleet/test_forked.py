@@ -34,7 +34,7 @@ def test_engines_and_front_ends_are_forked_by_default() -> None:
     assert choose() == BOTH
 
 
-def test_nothing_is_forked_where_the_operator_or_the_system_does_not_want_it() -> None:
+def test_nothing_is_forked_if_disabled_or_unsupported() -> None:
     assert choose(can_fork=False) == NEITHER
     exec_ = ServeConfig(supervisor=SupervisorConfig(start_method="exec"))
     assert choose(exec_) == NEITHER
@@ -57,13 +57,13 @@ def test_one_process_of_a_kind_loads_its_libraries_itself() -> None:
     ],
     ids=["on a GPU", "without a model", "bound to CPUs", "with workers"],
 )
-def test_engines_that_gain_nothing_or_would_be_others_are_not_forked(
+def test_engines_without_benefit_or_with_other_environment_are_not_forked(
     sections: dict[str, Any],
 ) -> None:
     assert choose(**sections) == FRONT_ENDS
 
 
-def test_engines_are_not_forked_where_they_would_find_a_gpu() -> None:
+def test_engines_with_gpu_are_not_forked() -> None:
     assert choose(devices=1) == FRONT_ENDS
     assert choose(devices=1, model=ModelConfig(device="cpu")) == BOTH
 

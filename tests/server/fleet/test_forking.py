@@ -106,7 +106,7 @@ def run_loop() -> RunLoop:
     return asyncio.run
 
 
-async def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> None:
+async def test_forks_share_loaded_modules_and_nothing_else(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     template = await place.template()
@@ -121,7 +121,7 @@ async def test_forks_have_what_was_loaded_and_else_their_own(tmp_path: Path) -> 
     await end(*children)
 
 
-async def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
+async def test_exit_code_of_a_fork_is_reported(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     template = await place.template()
@@ -135,7 +135,7 @@ async def test_the_end_of_a_fork_is_seen_with_its_code(tmp_path: Path) -> None:
     await template.close()
 
 
-async def test_forks_begin_outside_the_process_group_of_their_template(tmp_path: Path) -> None:
+async def test_forks_start_in_their_own_process_group(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     template = await place.template()
@@ -146,7 +146,7 @@ async def test_forks_begin_outside_the_process_group_of_their_template(tmp_path:
     await end(child)
 
 
-async def test_forks_do_not_notice_that_their_template_ends(tmp_path: Path) -> None:
+async def test_forks_are_unaffected_by_exit_of_template(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     template = await place.template()
@@ -173,9 +173,7 @@ async def test_a_template_ends_with_its_last_fork(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loaded", [DIES, THREAD], ids=["it dies", "it has a thread"])
-async def test_what_cannot_be_forked_loads_its_libraries_itself(
-    tmp_path: Path, loaded: str
-) -> None:
+async def test_unforkable_process_loads_its_libraries_itself(tmp_path: Path, loaded: str) -> None:
     place = Place(tmp_path, loaded)
 
     template = await place.template()
@@ -185,7 +183,7 @@ async def test_what_cannot_be_forked_loads_its_libraries_itself(
     await template.close()
 
 
-async def test_a_template_that_does_not_load_is_given_up(
+async def test_template_that_fails_to_load_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.fleet.forking.LOAD_TIMEOUT", 0.3)
@@ -199,7 +197,7 @@ async def test_a_template_that_does_not_load_is_given_up(
     await end(*children)
 
 
-async def test_after_a_template_was_killed_processes_are_started_without_it(tmp_path: Path) -> None:
+async def test_processes_start_without_killed_template(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     template = await place.template()
@@ -211,7 +209,7 @@ async def test_after_a_template_was_killed_processes_are_started_without_it(tmp_
     await template.close()
 
 
-async def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> None:
+async def test_template_and_forks_leave_nothing(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
     def open_here() -> int:
@@ -231,7 +229,7 @@ async def test_nothing_is_left_of_a_template_and_its_forks(tmp_path: Path) -> No
     assert set(psutil.Process().children()) <= children  # zombies would be among them
 
 
-def test_a_template_that_still_loads_ends_with_its_supervisor(tmp_path: Path) -> None:
+def test_loading_template_exits_with_its_supervisor(tmp_path: Path) -> None:
     place = Place(tmp_path, NEVER)
     program = """
 import asyncio, pathlib

@@ -15,14 +15,14 @@ from server.router.load_table import MAX_ENGINES
 LOCAL = "ipc:///tmp/x/coordinator"
 
 
-def test_a_node_alone_numbers_its_engines_itself() -> None:
+def test_single_node_numbers_its_engines() -> None:
     config, leads, is_single_node, _ = joining(ServeConfig(), LOCAL)
     assert (leads, is_single_node) == (True, True)
     assert config.cluster.coordinator_address == LOCAL
     assert engine_role(config, 1).member == ("engine", 1)
 
 
-def test_a_head_listens_where_other_nodes_find_it_and_leaves_ranks_to_the_coordinator() -> None:
+def test_head_listens_for_other_nodes_and_coordinator_assigns_ranks() -> None:
     nodes = NodesConfig(data_parallel_address="localhost", data_parallel_rpc_port=29550)
     config, leads, is_single_node, _ = joining(ServeConfig(nodes=nodes), LOCAL)
     assert (leads, is_single_node) == (True, False)
@@ -30,7 +30,7 @@ def test_a_head_listens_where_other_nodes_find_it_and_leaves_ranks_to_the_coordi
     assert engine_role(config, 1).member == ("engine", -1)
 
 
-def test_a_headless_node_joins_the_head_with_engines_only() -> None:
+def test_headless_node_joins_head_with_only_engines() -> None:
     nodes = NodesConfig(data_parallel_address="head.example", headless=True)
     config, leads, is_single_node, _ = joining(ServeConfig(nodes=nodes), LOCAL)
     assert (leads, is_single_node) == (False, False)
@@ -39,7 +39,7 @@ def test_a_headless_node_joins_the_head_with_engines_only() -> None:
     assert config.cluster.join_timeout == config.supervisor.startup_timeout == 600
 
 
-def test_ranks_that_were_given_are_kept_and_later_engines_get_free_ones() -> None:
+def test_configured_ranks_are_kept_and_later_engines_get_free_ones() -> None:
     parallel = ParallelConfig(data_parallel_size_local=2, data_parallel_start_rank=2)
     config = ServeConfig(parallel=parallel, cluster=ClusterConfig(coordinator="head:7550"))
     found = joining(config, LOCAL)
@@ -80,7 +80,7 @@ def test_devices_are_counted_without_cuda(tmp_path: Path) -> None:
         (ParallelConfig(data_parallel_rank=3, data_parallel_lb="external"), 8, 1),
     ],
 )
-def test_a_node_has_room_for_as_many_engines_as_it_has_devices_for(
+def test_node_capacity_follows_its_devices(
     parallel: ParallelConfig, devices: int, capacity: int
 ) -> None:
     assert engine_capacity(ServeConfig(parallel=parallel), devices) == capacity
@@ -146,7 +146,7 @@ def test_an_engine_that_spans_nodes_is_the_only_one(config: ServeConfig, reason:
         ),
     ],
 )
-def test_what_cannot_be_spread_over_nodes_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_engines_that_cannot_span_nodes_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ParallelConfig(**settings)
 

@@ -97,7 +97,7 @@ async def stop(kept: Keeper, role: Role) -> None:
         await role.handle.wait()
 
 
-async def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
+async def test_temporarily_missing_interpreter_does_not_end_a_role(
     role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = keeper()
@@ -114,7 +114,7 @@ async def test_an_interpreter_that_is_missing_for_a_while_does_not_end_a_place(
     await stop(kept, role)
 
 
-async def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
+async def test_failed_spawn_at_first_start_is_reported_with_reason(
     role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = keeper()
@@ -133,7 +133,7 @@ async def test_no_process_to_be_had_at_the_first_start_fails_it_with_the_reason(
     ],
     ids=repr,
 )
-async def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) -> None:
+async def test_failed_fork_is_retried(role: Role, failure: Exception) -> None:
     failures = [failure, failure]
 
     def prepare() -> None:
@@ -154,9 +154,7 @@ async def test_a_fork_that_fails_is_tried_again(role: Role, failure: Exception) 
     await stop(kept, role)
 
 
-def test_children_need_no_threads_that_there_may_be_no_memory_for(
-    role: Role, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_children_needs_no_threads(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -173,7 +171,7 @@ def test_children_need_no_threads_that_there_may_be_no_memory_for(
     asyncio.run(run())
 
 
-async def test_an_error_around_a_death_does_not_end_a_place(
+async def test_error_while_handling_a_death_does_not_end_a_role(
     role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.fleet.keeper.MAX_SPAWN_BACKOFF", 0.1)
@@ -193,7 +191,7 @@ async def test_an_error_around_a_death_does_not_end_a_place(
     assert "nobody expected this" in caplog.text
 
 
-async def test_lines_that_cannot_be_shown_do_not_stop_the_reading(
+async def test_unprintable_lines_do_not_stop_reading(
     role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "sleeper.py").write_text(
@@ -245,7 +243,7 @@ async def test_an_unexpected_error_while_scaling_is_reported_and_scaling_continu
     await stop(kept, role)
 
 
-async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -> None:
+async def test_single_only_engine_is_not_scaled_up(role: Role) -> None:
     made: list[int] = []
 
     def make(rank: int) -> Role:
@@ -269,7 +267,7 @@ async def test_an_engine_that_can_only_be_alone_gets_no_second_one(role: Role) -
     await stop(kept, role)
 
 
-async def test_an_engine_that_is_replaced_is_not_lost_with_one_failed_spawn(role: Role) -> None:
+async def test_replaced_engine_survives_one_failed_spawn(role: Role) -> None:
     failures: list[OSError] = []
 
     def prepare() -> None:
@@ -324,9 +322,7 @@ async def test_a_request_for_fewer_engines_ends_the_wait_for_one_that_is_not_rea
     task.cancel()
 
 
-async def test_a_process_that_hangs_prints_where_and_is_replaced(
-    role: Role, tmp_path: Path
-) -> None:
+async def test_hung_process_prints_stacks_and_is_replaced(role: Role, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(HANGS)
     replaced: list[dict[str, int]] = []
     role.launch = lambda _: replaced.append(dict(role.replaced))
@@ -343,9 +339,7 @@ async def test_a_process_that_hangs_prints_where_and_is_replaced(
     assert any("in holds_the_lock" in line for line in hung.last_lines)
 
 
-async def test_a_process_that_a_signal_has_stopped_does_not_count_as_hung(
-    role: Role, tmp_path: Path
-) -> None:
+async def test_process_stopped_by_signal_does_not_count_as_hung(role: Role, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(TURNS)
 
     kept = keeper(hang_timeout=3.0)

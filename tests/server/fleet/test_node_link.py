@@ -24,7 +24,7 @@ def node(name: str, target: int) -> NodeEngines:
     return NodeEngines(name, target, 8, {str(i): "ready" for i in range(target)}, busy=False)
 
 
-def test_reports_go_out_when_they_are_due_and_when_something_changes() -> None:
+def test_reports_are_sent_when_due_and_on_changes() -> None:
     me = scaling()
     assert me.tick(OWN, 0.0) is not None
     assert me.tick(OWN, 0.5) is None
@@ -57,7 +57,7 @@ def test_a_request_is_repeated_until_all_nodes_have_accepted_it() -> None:
     assert report.request is None
 
 
-def test_an_assignment_is_taken_once() -> None:
+def test_assignment_is_applied_once() -> None:
     me = scaling()
     order = NodeOrder([node("head", 2)], 0, True, Assignment(3, 4))
     assert me.receive(order) == Assignment(3, 4)
@@ -68,7 +68,7 @@ def test_an_assignment_is_taken_once() -> None:
     assert report.assigned == 3
 
 
-def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
+def test_status_shows_every_node_and_its_errors() -> None:
     me = scaling()
     broken = NodeEngines("other", 1, 8, {"0": "loading"}, busy=True, error="no memory")
     me.receive(NodeOrder([broken, node("head", 1), node("other", 1)], recipient=1, busy=True))
@@ -82,7 +82,7 @@ def test_the_status_shows_every_node_and_what_went_wrong_there() -> None:
     assert status.busy
 
 
-def test_sizes_that_no_cluster_can_have_are_refused_at_once() -> None:
+def test_impossible_sizes_are_refused_immediately() -> None:
     me = scaling()
     for size in (0, 1025):
         assert f"not {size}" in str(me.handle(ScaleEngines(size), OWN).error)
@@ -91,7 +91,7 @@ def test_sizes_that_no_cluster_can_have_are_refused_at_once() -> None:
     assert report.request is None
 
 
-def test_a_refused_node_says_so_instead_of_waiting_for_ever() -> None:
+def test_refused_node_reports_refusal_instead_of_waiting() -> None:
     me = scaling()
     me.handle(RestartEngines(), OWN)
     me.refused(Refused("there are too many groups"))

@@ -24,7 +24,7 @@ from server.config.fleet import SupervisorConfig
 from server.fleet.backend import CannotServe, ProcessBackend
 from server.fleet.child import Child, Program
 from server.fleet.node_resources import of_standalone_engine, plan_cpus
-from server.fleet.ray.needs import engine_config
+from server.fleet.ray.resources import engine_config
 from server.fleet.roles import coordinator_role, front_end_roles
 from tests.support.waiting import PATIENCE
 
@@ -66,7 +66,7 @@ def test_engines_get_their_own_cpus_and_front_ends_the_rest(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("large_machine")
-def test_lists_that_do_not_fit_keep_the_supervisor_from_starting(tmp_path: Path) -> None:
+def test_mismatched_cpu_lists_prevent_supervisor_start(tmp_path: Path) -> None:
     with pytest.raises(CannotServe, match="--cpu-bind 0-3: give a list for each engine"):
         ProcessBackend(settings("0-3"), tmp_path)
     with pytest.raises(CannotServe, match=r"--cpu-bind 0-3\|64: CPU 64 is not among"):
@@ -78,7 +78,7 @@ def test_lists_that_do_not_fit_keep_the_supervisor_from_starting(tmp_path: Path)
     ("number", "bind", "own"),
     [(0, "0-3|4-7", "0-3"), (1, "0-3|4-7", "4-7"), (0, "auto", "0-31"), (0, "none", "none")],
 )
-def test_an_engine_without_a_supervisor_takes_its_own(number: int, bind: str, own: str) -> None:
+def test_standalone_engine_gets_its_own_cpus(number: int, bind: str, own: str) -> None:
     parallel = ParallelConfig(data_parallel_size_local=2, data_parallel_rank_local=number)
     config = EngineConfig(
         parallel=parallel,
@@ -99,7 +99,7 @@ def test_an_engine_without_a_supervisor_takes_its_own(number: int, bind: str, ow
         ("cpu", "simulated", 0, False),
     ],
 )
-def test_auto_is_for_models_on_cpus(
+def test_auto_binds_only_models_on_cpus(
     device: str, executor: str, devices: int, is_bound: bool
 ) -> None:
     config = msgspec.convert(
@@ -109,7 +109,7 @@ def test_auto_is_for_models_on_cpus(
     assert bool(plan.engines) == is_bound
 
 
-def test_a_machine_without_a_plan_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topology_is_not_read_without_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Topology:
         raise AssertionError
 

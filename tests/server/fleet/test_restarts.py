@@ -9,12 +9,12 @@ from server.fleet.keeper import (
 )
 
 
-def test_the_first_process_of_a_place_is_not_tried_again() -> None:
+def test_first_process_of_a_role_is_not_restarted() -> None:
     assert Restarts().wait_after(1.0, was_ready=False) is None
     assert Restarts().wait_after_failed_spawn() is None
 
 
-def test_deaths_back_off_and_are_forgiven() -> None:
+def test_restarts_back_off_and_reset() -> None:
     restarts = Restarts()
     waits = [restarts.wait_after(1.0, was_ready=True) for _ in range(10)]
     assert waits[:3] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF]
@@ -22,7 +22,7 @@ def test_deaths_back_off_and_are_forgiven() -> None:
     assert restarts.wait_after(STABLE_AFTER + 1, was_ready=True) == FIRST_BACKOFF
 
 
-def test_failed_spawns_of_a_place_that_has_served_are_tried_for_ever_and_soon() -> None:
+def test_failed_spawns_of_proven_role_are_retried_indefinitely() -> None:
     restarts = Restarts()
     restarts.wait_after(1.0, was_ready=True)
     waits = [restarts.wait_after_failed_spawn() for _ in range(50)]
@@ -32,7 +32,7 @@ def test_failed_spawns_of_a_place_that_has_served_are_tried_for_ever_and_soon() 
     assert restarts.wait_after_failed_spawn() == FIRST_BACKOFF, "one came about in between"
 
 
-def test_a_replacement_is_tried_again_unless_it_says_that_this_is_hopeless() -> None:
+def test_replacement_is_retried_unless_failure_is_permanent() -> None:
     assert Restarts(proven=True).wait_after_failed_spawn() == FIRST_BACKOFF
     assert Restarts(proven=True).wait_after(0.1, was_ready=False) == FIRST_BACKOFF
     assert Restarts(proven=True).wait_after(0.1, was_ready=False, is_permanent=True) is None

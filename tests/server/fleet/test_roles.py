@@ -7,7 +7,7 @@ from server.config import ServeConfig
 from server.fleet.roles import coordinator_role, engine_role
 
 
-def test_an_engine_gets_its_number_on_the_node_whatever_its_rank() -> None:
+def test_engine_number_on_node_is_independent_of_rank() -> None:
     config = ServeConfig(parallel=ParallelConfig(data_parallel_size_local=2))
     for start in (None, 6):
         parallel = msgspec.structs.replace(config.parallel, data_parallel_start_rank=start)

@@ -82,7 +82,7 @@ def scene() -> Scene:
     return Scene()
 
 
-async def test_each_node_with_engines_gets_one_except_the_supervisors(scene: Scene) -> None:
+async def test_each_node_with_engines_except_supervisor_gets_an_api_server(scene: Scene) -> None:
     scene.put("head", "a", "a", "b", "")
     scene.servers.update(0.0)
     scene.servers.update(1.0)
@@ -90,7 +90,7 @@ async def test_each_node_with_engines_gets_one_except_the_supervisors(scene: Sce
     await scene.keeper.close()
 
 
-async def test_a_node_keeps_it_while_an_engine_is_only_started_again(scene: Scene) -> None:
+async def test_api_server_stays_while_an_engine_restarts(scene: Scene) -> None:
     scene.put("a")
     scene.servers.update(0.0)
     scene.put("")
@@ -108,7 +108,7 @@ async def test_a_node_keeps_it_while_an_engine_is_only_started_again(scene: Scen
     await scene.keeper.close()
 
 
-async def test_engines_that_come_back_while_it_drains_get_another_one(scene: Scene) -> None:
+async def test_engines_returning_during_drain_get_new_api_server(scene: Scene) -> None:
     scene.put("a")
     scene.servers.update(0.0)
     scene.put()
@@ -123,7 +123,7 @@ async def test_engines_that_come_back_while_it_drains_get_another_one(scene: Sce
     await scene.keeper.close()
 
 
-async def test_one_that_cannot_start_is_tried_again_later(scene: Scene) -> None:
+async def test_api_server_that_cannot_start_is_retried_later(scene: Scene) -> None:
     scene.keeper.refuses = {"a"}
     scene.put("a", "b")
     scene.servers.update(0.0)
@@ -204,7 +204,7 @@ async def test_a_sixteenth_of_the_engines_is_replaced_at_a_time(size: int, away:
     assert scaler.status.error is None
 
 
-async def test_where_the_first_successor_cannot_start_the_others_stay() -> None:
+async def test_replacement_stops_if_first_successor_cannot_start() -> None:
     scaler, keeper = scaler_of(4 * REPLACEMENT_DIVISOR, fails="engine 0")
     await replace_all(scaler)
     assert set(keeper.retired) == {"engine 0"}

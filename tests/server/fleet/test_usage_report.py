@@ -21,12 +21,12 @@ def config(path: Path | None, **flags: Any) -> ServeConfig:
     return settings.load(ServeConfig, {**given, **flags}, {})
 
 
-def test_there_is_no_report_unless_it_is_wanted(tmp_path: Path) -> None:
+def test_no_usage_report_by_default(tmp_path: Path) -> None:
     assert begin_usage_report(config(None), BUNDLED_MODEL) is None
     end_usage_report(config(None), None, 0)
 
 
-def test_it_is_there_from_the_start_and_says_how_it_ended(tmp_path: Path) -> None:
+def test_usage_report_exists_from_start_and_records_exit(tmp_path: Path) -> None:
     wanted = config(tmp_path / "new" / "usage.json", max_num_seqs=7)
     report = begin_usage_report(wanted, BUNDLED_MODEL)
     found = json.loads((tmp_path / "new" / "usage.json").read_text())
@@ -41,7 +41,7 @@ def test_it_is_there_from_the_start_and_says_how_it_ended(tmp_path: Path) -> Non
     assert ended["ended_at"] >= ended["started_at"] == found["started_at"]
 
 
-def test_names_paths_and_keys_are_not_in_it(tmp_path: Path) -> None:
+def test_usage_report_contains_no_names_paths_or_keys(tmp_path: Path) -> None:
     path = tmp_path / "usage.json"
     words = {"api_key": ["sesame"], "served_model_name": ["tulip"], "socket_dir": "/tmp/daisy"}
     begin_usage_report(config(path, dtype="bfloat16", **words), BUNDLED_MODEL)

@@ -93,7 +93,7 @@ def of_search(seed: int, beams: Beams, max_tokens: int, ends: list[int]) -> list
     length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
     early_stopping=st.sampled_from([False, True, "never"]),
 )
-def test_the_answers_are_those_of_transformers(
+def test_beam_search_answers_equal_transformers(
     seed: int, width: int, max_tokens: int, ends: list[int], length_penalty: float,
     early_stopping: Any,
 ) -> None:  # fmt: skip
@@ -111,7 +111,7 @@ def test_one_beam_is_the_most_likely_token_each_time() -> None:
 
 
 @pytest.mark.parametrize("shown", [0, 2])
-def test_of_alternatives_only_those_are_kept_that_are_shown(shown: int) -> None:
+def test_only_shown_alternatives_are_kept(shown: int) -> None:
     search = BeamSearch(Beams(3), 4, frozenset([1, 2]), shown)
     assert search.num_alternatives == 9
     while search.running:

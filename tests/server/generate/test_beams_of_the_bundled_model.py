@@ -115,7 +115,7 @@ def of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_answers_are_those_of_transformers(
+def test_beam_search_answers_equal_transformers(
     engine: OneEngine, reference: Any, prompt: str, width: int
 ) -> None:
     config = FrontEndConfig(model=MODEL)

@@ -73,7 +73,7 @@ class Counting(ServedTokenizer):
         ("stop_token_ids", {"use_beam_search": True, "n": 32, "stop_token_ids": [*range(40)]}),
     ],
 )
-def test_little_of_each_is_not_much_together(
+def test_total_cost_of_fields_is_limited(
     http: Any, engines: Any, field: str, fields: dict[str, Any]
 ) -> None:
     engines.context = 1024
@@ -88,7 +88,7 @@ def test_little_of_each_is_not_much_together(
     takes_less_than(1.0, refuse)
 
 
-def test_what_a_request_leaves_open_is_cut_to_its_budget(http: Any, engines: Any) -> None:
+def test_default_max_tokens_is_limited_by_budget(http: Any, engines: Any) -> None:
     engines.context = 2**17
     http.chat(n=1, logprobs=True, top_logprobs=5)
     assert engines.streams[-1].sampling.max_tokens == MAX_SCORES // 6
@@ -99,13 +99,13 @@ def test_what_a_request_leaves_open_is_cut_to_its_budget(http: Any, engines: Any
     assert engines.streams[-1].sampling.max_tokens > 2**17 - 20, "scores of a stream are not kept"
 
 
-def test_what_a_search_leaves_open_is_cut_to_what_its_beams_may_be_sent_again() -> None:
+def test_default_length_of_search_is_limited_by_resend_budget() -> None:
     fields = CompletionRequest.model_validate({"prompt": "hello", "use_beam_search": True})
     request = GenerationRequest(fields=fields, texts=["hello"], best_of=32, max_model_len=2**20)
     assert room_for_output(request, 1000) == MAX_BEAM_TOKENS // 32 - 1000
 
 
-def test_all_that_a_search_sends_again_waits_in_the_queue(
+def test_resent_tokens_of_search_count_against_queue(
     http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
@@ -115,7 +115,7 @@ def test_all_that_a_search_sends_again_waits_in_the_queue(
     assert counted == [2 * 3, 2 * (3 + 4)]
 
 
-def test_too_much_is_refused_before_anything_is_tokenized(
+def test_oversized_requests_are_refused_before_tokenization(
     http: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*_: Any, **__: Any) -> list[int]:
@@ -129,13 +129,13 @@ def test_too_much_is_refused_before_anything_is_tokenized(
     assert response.json()["error"]["param"] == "logprobs"
 
 
-def test_equal_stop_token_ids_are_one(http: Any, engines: Any) -> None:
+def test_duplicate_stop_token_ids_are_merged(http: Any, engines: Any) -> None:
     http.complete(stop_token_ids=[9, 4] * 1000)
     assert engines.streams[0].sampling.stop_token_ids == (4, 9)
 
 
 @pytest.mark.parametrize("keep", [None, 5000])
-def test_text_that_no_model_can_hold_is_not_tokenized(backend: Tokenizer, keep: int | None) -> None:
+def test_text_beyond_any_context_is_not_tokenized(backend: Tokenizer, keep: int | None) -> None:
     tokenizer = Counting(backend)
     text = "the quick brown fox jumps over the lazy dog " * 20_000
 
@@ -156,9 +156,7 @@ def test_text_that_no_model_can_hold_is_not_tokenized(backend: Tokenizer, keep: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [None, 100_000, 400_000, 2_000_000])
-def test_a_long_text_has_the_tokens_that_it_has_at_once(
-    backend: Tokenizer, keep: int | None
-) -> None:
+def test_long_text_tokenized_in_parts_has_same_tokens(backend: Tokenizer, keep: int | None) -> None:
     tokenizer = Counting(backend)
     words = ["the quick ", "brown\n", "  fox", "naïve café ", "你好 ", "aaaaaaaa"]
     text = "".join([words[i * i % 7 % 6] for i in range(120_000)])
@@ -194,7 +192,7 @@ def test_a_too_long_prompt_is_refused_with_the_reason(http: Any, engines: Any) -
     assert len(kept["choices"][0]["prompt_token_ids"]) == 5
 
 
-def test_a_large_answer_says_what_a_small_one_does(http: Any, engines: Any) -> None:
+def test_large_answer_equals_small_answers(http: Any, engines: Any) -> None:
     engines.context = 4096
     words = engines.tokenizer.encode("hello world ", add_special_tokens=False)
     engines.script = engines.tokens(words * 400, cut=lambda left: 50)
@@ -213,7 +211,7 @@ def test_a_large_answer_says_what_a_small_one_does(http: Any, engines: Any) -> N
     assert whole["token_ids"][:10] == part["token_ids"]
 
 
-async def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequences(
+async def test_memory_of_slow_reader_is_bounded_over_its_sequences(
     app: FastAPI, engines: Any
 ) -> None:
     """The memory of a request is bounded over all its sequences together."""
@@ -256,7 +254,7 @@ async def test_a_client_that_does_not_read_is_not_waited_for_by_each_of_its_sequ
     assert given[0] < 2 * MAX_UNREAD
 
 
-def test_tokens_are_not_shown_of_text_without_end(http: Any) -> None:
+def test_tokenize_refuses_too_long_text(http: Any) -> None:
     text = "hello " * 400_000
     for body, field in (
         ({"prompt": text}, "prompt"),

@@ -67,7 +67,7 @@ def outputs_of(ids: list[int], cuts: list[int], reason: Any = "length") -> list[
     include=st.booleans(),
     min_tokens=st.integers(0, 25),
 )
-def test_the_answer_does_not_depend_on_how_tokens_arrive(
+def test_arrival_of_tokens_does_not_change_answer(
     tokenizer: ServedTokenizer,
     cuts: list[int],
     stop: tuple[str, ...],
@@ -104,7 +104,7 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: ServedTokenizer) -> None:
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "hello"), (True, "hello<|end|>")])
-def test_the_token_that_stops_is_counted_and_shown_if_asked_for(
+def test_stop_token_is_counted_and_shown_if_requested(
     tokenizer: ServedTokenizer, include: bool, text: str
 ) -> None:
     end = id_of(tokenizer.backend, "<|end|>")
@@ -133,7 +133,7 @@ def test_offsets_point_at_each_tokens_text(tokenizer: ServedTokenizer) -> None:
         assert answer.text[token.text_offset :].startswith(name)
 
 
-def test_an_incomplete_character_ends_the_text_once(tokenizer: ServedTokenizer) -> None:
+def test_incomplete_character_ends_text_with_one_replacement(tokenizer: ServedTokenizer) -> None:
     ids = [id_of(tokenizer.backend, token) for token in "aðŁ"]
     answer, _ = fold_all(tokenizer, outputs_of(ids, [1, 1, 1]))
     assert answer.text == "a\ufffd"

@@ -70,7 +70,7 @@ async def test_one_tenants_slow_grammars_leave_a_thread_for_others(
     assert len(order) == 11
 
 
-async def test_no_more_grammars_wait_than_there_is_room_for(
+async def test_number_of_waiting_grammars_is_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()
@@ -93,7 +93,7 @@ async def test_no_more_grammars_wait_than_there_is_room_for(
 
 
 @pytest.mark.slow  # it starts processes
-async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
+async def test_slow_grammar_check_times_out_and_next_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar_check, "_MAX_WAIT", 2 * PATIENCE)  # the machine may be busy
@@ -113,7 +113,7 @@ async def test_a_large_grammar_is_given_up_and_the_next_is_checked(
 
 
 @pytest.mark.slow
-async def test_where_no_process_can_be_started_it_can_be_tried_again(
+async def test_check_can_be_retried_if_no_process_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checks = GrammarCheck()

@@ -74,7 +74,7 @@ def found(expected: Embedded) -> npt.NDArray[np.float32]:
     return np.stack(vectors_of(model, [each.token_ids for each in inputs], **settings))
 
 
-def test_embeddings_are_those_of_sentence_transformers(
+def test_embeddings_equal_sentence_transformers(
     expected: Embedded, found: npt.NDArray[np.float32]
 ) -> None:
     assert (found * expected[1]).sum(1).min() > 0.9999

@@ -45,7 +45,7 @@ def test_limits_on_tokens_reach_the_engine(http: Any, engines: Any, endpoint: st
     assert (sampling.allowed_token_ids, sampling.bad_words) == (None, ())
 
 
-def test_scores_of_a_prompt_are_by_token_id(http: Any, engines: Any) -> None:
+def test_prompt_logprobs_are_by_token_id(http: Any, engines: Any) -> None:
     found = http.complete(prompt=[[5, 6, 7], [8, 9]], prompt_logprobs=2)["choices"]
     assert [len(choice["prompt_logprobs"]) for choice in found] == [3, 2]
     first, second, _ = found[0]["prompt_logprobs"]
@@ -57,20 +57,20 @@ def test_scores_of_a_prompt_are_by_token_id(http: Any, engines: Any) -> None:
     assert http.complete()["choices"][0]["prompt_logprobs"] is None
 
 
-def test_scores_of_a_conversation_are_next_to_the_choices(http: Any, engines: Any) -> None:
+def test_prompt_logprobs_of_chat_are_next_to_choices(http: Any, engines: Any) -> None:
     answer = http.chat(prompt_logprobs=0, n=2)
     assert len(answer["prompt_logprobs"]) == len(engines.streams[0].prompt_token_ids)
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
     assert http.chat()["prompt_logprobs"] is None
 
 
-def test_echoed_and_prompt_scores_have_as_many_alternatives_as_each_asked_for(http: Any) -> None:
+def test_echo_and_prompt_logprobs_have_requested_alternatives(http: Any) -> None:
     choice = http.complete(prompt=[5, 6, 7], echo=True, logprobs=1, prompt_logprobs=3)["choices"][0]
     assert all(len(entry) <= 2 for entry in choice["logprobs"]["top_logprobs"][1:])
     assert all(3 <= len(entry) <= 4 for entry in choice["prompt_logprobs"][1:])
 
 
-def test_words_are_ruled_out_at_the_start_and_after_a_space(backend: Tokenizer) -> None:
+def test_bad_words_are_forbidden_at_start_and_after_space(backend: Tokenizer) -> None:
     tokenizer = ServedTokenizer(backend)
     found = asyncio.run(
         bad_word_tokens(SamplingFields.model_validate({"bad_words": ["hello"]}), 1, tokenizer)
@@ -80,7 +80,7 @@ def test_words_are_ruled_out_at_the_start_and_after_a_space(backend: Tokenizer) 
     assert (spaced in found) == (len(spaced) == len(found[0]))
 
 
-def test_what_a_request_leaves_open_is_the_models_default(
+def test_omitted_parameters_have_model_defaults(
     config: FrontEndConfig, engines: Any, backend: Tokenizer, http: Any
 ) -> None:
     defaults = SamplingDefaults(

@@ -110,13 +110,15 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), CASES, ids=range(len(CASES)))
-def test_texts_of_a_format(form: Any, good: list[str], bad: list[str]) -> None:
+def test_structural_format_accepts_expected_texts(
+    form: Any, good: list[str], bad: list[str]
+) -> None:
     lark = lark_from_tag(StructuralTag({"type": "structural_tag", "format": form}), SPECIAL)
     assert [text for text in good if not allows(lark, text)] == []
     assert [text for text in bad if allows(lark, text)] == []
 
 
-def test_structures_with_triggers_are_tags_in_any_text() -> None:
+def test_triggered_structures_are_tags_in_any_text() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     structures = [{"begin": "<f=a>", "schema": schema, "end": "</f>"}]
     lark = lark_from_tag(StructuralTag({"structures": structures, "triggers": ["<f="]}))
@@ -124,7 +126,7 @@ def test_structures_with_triggers_are_tags_in_any_text() -> None:
     assert not allows(lark, 'hello <f=a>{"x": "1"}</f> bye')
 
 
-def test_whitespace_of_json_is_what_was_asked_for() -> None:
+def test_json_whitespace_follows_request() -> None:
     form = {"format": {"type": "json_schema", "json_schema": {"const": [1, 2]}}}
     assert allows(lark_from_tag(StructuralTag(form)), "[1, 2]")
     tight = lark_from_tag(StructuralTag(form, ""))
@@ -147,7 +149,7 @@ def test_whitespace_of_json_is_what_was_asked_for() -> None:
     ],
     ids=range(9),
 )
-def test_what_cannot_be_enforced_is_refused(value: Any, reason: str) -> None:
+def test_unenforceable_tags_are_refused(value: Any, reason: str) -> None:
     with pytest.raises(BadGrammar, match=reason):
         lark_from_tag(StructuralTag(value))
 
@@ -228,7 +230,7 @@ def test_random_outputs_fit_random_structural_tags(table: GrammarTable) -> None:
     check()
 
 
-def test_calls_in_any_text_come_to_no_dead_end(table: GrammarTable) -> None:
+def test_calls_in_any_text_reach_no_dead_end(table: GrammarTable) -> None:
     schema = {"type": "json_schema", "json_schema": PERSON}
     form = triggered(tag("<f=a>", schema, "</f>"), at_least_one=True, stop_after_first=True)
     lark = LarkGrammar(lark_from_tag(StructuralTag({"format": form})))
@@ -237,7 +239,7 @@ def test_calls_in_any_text_come_to_no_dead_end(table: GrammarTable) -> None:
         assert re.match(r"<f=a>\s*\{\s*\"score\"\s*:\s*\d\s*\}\s*</f>", text), text
 
 
-def test_a_tag_that_is_too_long_is_refused_before_it_is_read() -> None:
+def test_too_long_tag_is_refused_before_parsing() -> None:
     """Each of its prefixes is compared with all triggers."""
     names = [f"<{number}=" for number in range(20_000)]
     tags = [{"begin": name, "content": ANY, "end": "x"} for name in names]

@@ -71,7 +71,7 @@ def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
     ],
     ids=str,
 )
-def test_each_form_becomes_a_grammar(
+def test_each_output_format_becomes_a_grammar(
     http: Any, engines: Any, fields: dict[str, Any], grammar: Any
 ) -> None:
     assert grammar_of(http, engines, **fields) == grammar
@@ -95,7 +95,7 @@ def test_a_long_grammar_for_many_sequences_is_refused(http: Any, engines: Any) -
     assert not engines.streams
 
 
-def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, engines: Any) -> None:
+def test_engine_refusal_of_request_is_a_400(http: Any, engines: Any) -> None:
     """For example, a regex that contradicts `allowed_token_ids`, which only the engine detects."""
     engines.script = lambda stream: [
         RequestOutput(
@@ -112,9 +112,7 @@ def test_what_an_engine_cannot_do_because_of_the_request_is_a_400(http: Any, eng
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_answer_that_comes_to_a_dead_end_does_not_stop_cleanly(
-    http: Any, engines: Any, path: str
-) -> None:
+def test_answer_in_a_dead_end_is_an_error(http: Any, engines: Any, path: str) -> None:
     """The partial output does not match the format, so it must not look like an answer."""
     reason = "nothing that fits the grammar can follow the output"
     begun = engines.answer('{"a')
@@ -136,9 +134,7 @@ def test_an_answer_that_comes_to_a_dead_end_does_not_stop_cleanly(
     assert not any(choice["finish_reason"] for each in events for choice in each.get("choices", ()))
 
 
-def test_a_grammar_that_an_engine_has_no_room_for_may_be_sent_again(
-    http: Any, engines: Any
-) -> None:
+def test_grammar_without_room_in_engine_can_be_retried(http: Any, engines: Any) -> None:
     engines.script = lambda stream: [
         RequestOutput(0, [], "error", error="no room; try again later", no_room=True)
     ]
@@ -183,7 +179,7 @@ def test_a_structural_tag_is_read_from_either_field(http: Any, engines: Any) -> 
     ],
     ids=[0, 1, 2, 3, 4],
 )
-def test_what_is_no_structural_tag_is_a_400(http: Any, form: dict[str, Any], param: str) -> None:
+def test_invalid_structural_tag_is_a_400(http: Any, form: dict[str, Any], param: str) -> None:
     answer = http.post("/v1/completions", {"prompt": "a", **form})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -197,7 +193,7 @@ def test_a_schema_or_grammar_that_is_nested_deeply_is_a_400(http: Any, deep: str
         assert response.json()["error"]["param"].startswith("structured_outputs")
 
 
-def test_a_schema_that_is_sent_as_a_text_has_the_price_of_the_objects_in_it(http: Any) -> None:
+def test_schema_sent_as_text_is_priced_by_its_objects(http: Any) -> None:
     text = "[" + "{}," * MAX_JSON_CONTAINERS + "{}]"
     body = {"prompt": "a", "structured_outputs": {"json": text}}
     response = http.post("/v1/completions", body)
@@ -237,7 +233,7 @@ def json_format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     ],
     ids=["look-around of agent-native 3085", "zod's records", "firecrawl-mcp-server 196"],
 )
-def test_schemas_of_public_reports_are_taken(
+def test_schemas_of_public_reports_are_accepted(
     http: Any, engines: Any, fields: dict[str, Any]
 ) -> None:
     assert isinstance(grammar_of(http, engines, **fields), JsonSchemaGrammar)
@@ -253,7 +249,7 @@ def closing(engines: Any, tokenizer: Any, config: FrontEndConfig) -> Http:
     return Http(build_app(make_services(settings, engines, tokenizer, FrontEndMetrics(settings))))
 
 
-def test_a_server_may_close_the_objects_of_all_schemas(closing: Http, engines: Any) -> None:
+def test_server_can_close_objects_of_all_schemas(closing: Http, engines: Any) -> None:
     for fields in (json_format(OPEN), {"structured_outputs": {"json": OPEN}}):
         grammar = grammar_of(closing, engines, **fields)
         assert json.loads(grammar.schema)["additionalProperties"] is False

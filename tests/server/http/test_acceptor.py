@@ -28,7 +28,7 @@ def tables(tmp_path: Path) -> Iterator[list[AdmissionTable]]:
         table.close()
 
 
-def test_a_front_end_alone_has_no_neighbours(tables: list[AdmissionTable]) -> None:
+def test_single_front_end_has_no_neighbours(tables: list[AdmissionTable]) -> None:
     assert tables[0].has_neighbours
     alone = AdmissionTable(None)
     assert not alone.has_neighbours
@@ -36,7 +36,7 @@ def test_a_front_end_alone_has_no_neighbours(tables: list[AdmissionTable]) -> No
     alone.close()
 
 
-def test_a_share_is_large_compared_with_a_smaller_one(tables: list[AdmissionTable]) -> None:
+def test_share_is_large_relative_to_a_smaller_one(tables: list[AdmissionTable]) -> None:
     ours, theirs = ConnectionShare(tables[0]), ConnectionShare(tables[1])
     ours.changed(100)
     assert not ours.is_large  # no other front end accepts connections
@@ -74,29 +74,29 @@ def test_a_successor_begins_without_connections(tmp_path: Path) -> None:
     successor.close()
 
 
-def test_courtesy_ends_where_nobody_comes() -> None:
-    courtesy = AcceptBackoff()
-    assert not courtesy.gives_way(share_is_large=False)
+def test_yielding_backs_off_if_no_neighbour_accepts() -> None:
+    backoff = AcceptBackoff()
+    assert not backoff.should_yield(share_is_large=False)
     between = []
     for _ in range(8):
         count = 0
-        while not courtesy.gives_way(share_is_large=True):
+        while not backoff.should_yield(share_is_large=True):
             count += 1
-        courtesy.not_taken()
+        backoff.neighbour_declined()
         between.append(count)
     assert between == [0, 0, 1, 3, 7, 15, 31, 63]
     for _ in range(63):
-        assert not courtesy.gives_way(share_is_large=True)
-    courtesy.taken()
-    assert courtesy.gives_way(share_is_large=True)
+        assert not backoff.should_yield(share_is_large=True)
+    backoff.neighbour_accepted()
+    assert backoff.should_yield(share_is_large=True)
 
 
-def test_a_small_share_ends_what_was_learned_of_neighbours() -> None:
-    courtesy = AcceptBackoff()
+def test_small_share_resets_backoff() -> None:
+    backoff = AcceptBackoff()
     for _ in range(5):
-        courtesy.not_taken()
-    assert not courtesy.gives_way(share_is_large=False)
-    assert courtesy.gives_way(share_is_large=True)
+        backoff.neighbour_declined()
+    assert not backoff.should_yield(share_is_large=False)
+    assert backoff.should_yield(share_is_large=True)
 
 
 async def test_a_front_end_with_many_connections_leaves_new_ones_to_others(

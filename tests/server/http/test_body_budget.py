@@ -23,7 +23,7 @@ from tests.support.waiting import PATIENCE
 PIECE = 2**18
 
 
-def test_all_front_ends_of_a_node_share_the_room(tmp_path: Path) -> None:
+def test_all_front_ends_of_a_node_share_the_limit(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     tables = [AdmissionTable(tmp_path, index) for index in range(2)]
     here, there = (BodyBudget(table, 4 * PIECE).hold() for table in tables)
@@ -40,7 +40,7 @@ def test_all_front_ends_of_a_node_share_the_room(tmp_path: Path) -> None:
         table.close()
 
 
-def test_a_front_end_that_died_holds_nothing(tmp_path: Path) -> None:
+def test_dead_front_end_holds_no_bytes(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 2)
     died = AdmissionTable(tmp_path, 1)
     BodyBudget(died, 4 * PIECE).hold().grow(4 * PIECE)
@@ -51,7 +51,7 @@ def test_a_front_end_that_died_holds_nothing(tmp_path: Path) -> None:
     table.close()
 
 
-def test_small_bodies_are_taken_whatever_is_held() -> None:
+def test_small_bodies_are_always_accepted() -> None:
     table = AdmissionTable(None)
     budget = BodyBudget(table, PIECE)
     budget.hold().grow(PIECE)
@@ -61,7 +61,7 @@ def test_small_bodies_are_taken_whatever_is_held() -> None:
         small.grow(1)
 
 
-def test_a_body_larger_than_all_room_is_taken_alone() -> None:
+def test_body_larger_than_limit_is_accepted_alone() -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
     large = budget.hold()
     large.grow(8 * PIECE)
@@ -101,7 +101,7 @@ def test_sixteen_unfinished_uploads_do_not_hold_a_gigabyte() -> None:
     assert table.body_bytes() == 0
 
 
-def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
+def test_bodies_of_thousands_of_waiting_requests_are_bounded(
     config: FrontEndConfig,
 ) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
@@ -151,7 +151,7 @@ def test_thousands_of_requests_that_wait_do_not_hold_their_bodies_without_end(
 
 
 @pytest.mark.parametrize("forget", [Call.release, Call.forget_body])
-def test_what_is_made_in_the_background_holds_its_body_until_it_ends_or_needs_it_no_longer(
+def test_background_response_holds_its_body_until_no_longer_needed(
     forget: Callable[[Call], None],
 ) -> None:
     budget = BodyBudget(AdmissionTable(None), PIECE)
@@ -183,11 +183,11 @@ class TestSmallBodies:
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(max_body_bytes_in_flight=1))
 
-    def test_requests_are_served_while_there_is_no_room_for_uploads(self, http: Any) -> None:
+    def test_requests_are_served_while_upload_limit_is_reached(self, http: Any) -> None:
         http.complete()
 
 
-def test_many_bodies_that_are_small_each_are_counted() -> None:
+def test_many_small_bodies_are_counted() -> None:
     """Incomplete uploads on all connections of a front end."""
     budget = BodyBudget(AdmissionTable(None), 128 << 20)
     size = (1 << 16) - 1

@@ -70,7 +70,7 @@ def unbounded(schema: Any, path: str) -> list[str]:
     return found + [bad for name, each in inner for bad in unbounded(each, f"{path}.{name}")]
 
 
-def test_every_text_list_and_object_has_a_largest_length(whole_app: FastAPI) -> None:
+def test_every_text_list_and_object_has_a_maximum_length(whole_app: FastAPI) -> None:
     for name, model in models(whole_app).items():
         assert unbounded(model.__pydantic_core_schema__, name) == []
 
@@ -130,7 +130,7 @@ def test_validation_stops_at_the_first_wrong_element(
         ),
     ],
 )
-def test_what_is_too_much_is_named(http: Any, path: str, body: Any, param: str) -> None:
+def test_too_costly_fields_are_named(http: Any, path: str, body: Any, param: str) -> None:
     answer = http.post(path, body)
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"] or "").startswith(param.split("[")[0])
@@ -150,7 +150,7 @@ def call(arguments: str) -> dict[str, Any]:
     ],
     ids=["nested", "too deep", "too many", "too many in all"],
 )
-def test_arguments_of_calls_are_no_way_around_it(http: Any, arguments: list[str]) -> None:
+def test_call_arguments_are_priced_too(http: Any, arguments: list[str]) -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [call(each) for each in arguments]}
     answer = http.post("/tokenize", {"messages": [{"role": "user", "content": "x"}, turn]})
     assert answer.status_code == 400
@@ -159,7 +159,7 @@ def test_arguments_of_calls_are_no_way_around_it(http: Any, arguments: list[str]
     assert error["param"].startswith("messages[1].tool_calls[")
 
 
-def test_a_text_that_is_far_too_long_is_not_tokenized(http: Any) -> None:
+def test_text_far_beyond_limit_is_not_tokenized(http: Any) -> None:
     answer = http.post("/tokenize", {"prompt": "qx" * 2**20})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -167,7 +167,7 @@ def test_a_text_that_is_far_too_long_is_not_tokenized(http: Any) -> None:
     assert http.post("/tokenize", {"prompt": "qx" * 2**15}).json()["count"] >= 2**15
 
 
-def test_a_long_conversation_is_rendered_whole(http: Any) -> None:
+def test_long_conversation_is_rendered_completely(http: Any) -> None:
     parts = [{"type": "text", "text": "p"}] * MAX_PARTS
     messages = [{"role": "user", "content": "hello"}] * (MAX_MESSAGES - 1)
     messages.append({"role": "user", "content": parts})  # type: ignore[dict-item]
@@ -176,6 +176,6 @@ def test_a_long_conversation_is_rendered_whole(http: Any) -> None:
     assert answer.json()["count"] > MAX_MESSAGES
 
 
-def test_bodies_are_a_few_megabytes_at_most() -> None:
+def test_default_body_limit_is_a_few_megabytes() -> None:
     """Unless the operator says otherwise."""
     assert GuardConfig().max_body_bytes == 4 * 2**20

@@ -66,7 +66,7 @@ async def certificate_at(port: int) -> bytes:
     return shown
 
 
-async def test_a_renewed_certificate_is_shown_to_new_connections_and_the_others_go_on(
+async def test_renewed_certificate_is_used_for_new_connections_only(
     app: Any, secret: Secret
 ) -> None:
     # By default clients keep idle connections for five seconds.
@@ -98,7 +98,7 @@ def certificates(secret: Secret) -> Certificates:
     return Certificates(config, config.ssl)
 
 
-def test_files_are_looked_at_once_in_a_while_and_unchanged_ones_make_no_context(
+def test_certificate_files_are_checked_periodically(
     secret: Secret,
 ) -> None:
     watched = certificates(secret)
@@ -111,7 +111,7 @@ def test_files_are_looked_at_once_in_a_while_and_unchanged_ones_make_no_context(
     assert watched.current(3 * CHECK_INTERVAL) is second
 
 
-def test_files_that_do_not_fit_change_nothing_until_they_do(
+def test_mismatched_certificate_files_are_ignored(
     secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = certificates(secret)

@@ -5,7 +5,7 @@ import pytest
 from server.http.connection_table import ConnectionTable, TooManyConnections, client_of
 
 
-def test_a_client_that_opens_thousands_closes_its_own() -> None:
+def test_client_with_most_connections_loses_its_own() -> None:
     table: ConnectionTable[str] = ConnectionTable(4)
     assert table.open("quiet", "a") is None
     for number in range(3):
@@ -17,7 +17,7 @@ def test_a_client_that_opens_thousands_closes_its_own() -> None:
     assert len(table) == 4
 
 
-def test_a_connection_that_is_being_answered_never_gives_way() -> None:
+def test_connection_being_answered_is_never_closed() -> None:
     table: ConnectionTable[str] = ConnectionTable(2)
     for name in ("first", "second"):
         table.open(name, "a")
@@ -29,7 +29,7 @@ def test_a_connection_that_is_being_answered_never_gives_way() -> None:
     assert table.open("third", "b") == "second"
 
 
-def test_what_idles_longest_goes_first() -> None:
+def test_longest_idle_connection_is_closed_first() -> None:
     table: ConnectionTable[str] = ConnectionTable(2)
     for name in ("first", "second"):
         table.open(name, "a")
@@ -38,7 +38,7 @@ def test_what_idles_longest_goes_first() -> None:
     assert table.open("third", "a") == "second"
 
 
-def test_nothing_is_kept_of_those_that_left() -> None:
+def test_closed_connections_leave_no_state() -> None:
     table: ConnectionTable[int] = ConnectionTable(10)
     for number in range(50):
         table.open(number, f"client {number}")

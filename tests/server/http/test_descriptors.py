@@ -35,7 +35,7 @@ def table_size(soft: int, hard: int) -> int:
     return int(done.stdout)
 
 
-def test_the_table_of_descriptors_has_room_for_thousands_from_the_start() -> None:
+def test_descriptor_table_is_sized_for_thousands_at_start() -> None:
     limit = os.sysconf("SC_OPEN_MAX")
     assert table_size(limit, limit) >= min(limit, 8192)
 
@@ -44,12 +44,12 @@ def test_a_low_limit_is_respected() -> None:
     assert 300 <= table_size(300, 300) <= 512
 
 
-def test_a_thousand_connections_do_not_shut_out_all_others() -> None:
+def test_thousand_connections_do_not_lock_out_others() -> None:
     hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     assert table_size(1024, hard) >= hard
 
 
-def test_connections_leave_descriptors_for_everything_else() -> None:
+def test_connections_leave_descriptors_for_other_uses() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert room_for_connections(10) == 10
     if limit != resource.RLIM_INFINITY:

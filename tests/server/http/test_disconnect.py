@@ -62,7 +62,7 @@ def scripted(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_engines(
+def test_disconnected_client_frees_its_engines(
     app: Any, engines: Any, front_end_metrics: Any, stream: bool, n: int
 ) -> None:
     engines.script = lambda stream: [RequestOutput(1, [70])]
@@ -84,9 +84,7 @@ def test_a_client_that_hangs_up_frees_its_engines(
     assert f'finished_reason="abort",model_name="tiny"}} {n}.0' in text
 
 
-def test_a_client_that_hangs_up_before_its_body_is_complete_is_forgotten(
-    app: Any, engines: Any
-) -> None:
+def test_client_disconnecting_during_body_is_forgotten(app: Any, engines: Any) -> None:
     async def run() -> Connection:
         connection = Connection("/v1/completions", {})
         connection.hang_up.set()
@@ -98,7 +96,7 @@ def test_a_client_that_hangs_up_before_its_body_is_complete_is_forgotten(
     assert engines.streams == []
 
 
-def test_everything_that_has_come_goes_out_in_one_send(app: Any, engines: Any) -> None:
+def test_all_available_events_are_sent_at_once(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
     ids = engines.tokenizer.encode("hello world", add_special_tokens=False)
 
@@ -123,7 +121,7 @@ def test_everything_that_has_come_goes_out_in_one_send(app: Any, engines: Any) -
     assert [message["more_body"] for message in sent[1:]] == [True, True, False]
 
 
-def test_an_outer_cancellation_is_not_taken_for_a_disconnect(app: Any, engines: Any) -> None:
+def test_outer_cancellation_is_not_mistaken_for_disconnect(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
     async def run() -> None:
@@ -139,7 +137,7 @@ def test_an_outer_cancellation_is_not_taken_for_a_disconnect(app: Any, engines: 
     assert engines.streams[0].closed.is_set()
 
 
-async def test_others_get_their_turn_while_a_request_is_handed_over_in_thousands(
+async def test_other_requests_run_while_thousands_of_sequences_are_submitted(
     app: Any, engines: Any, tokenizer: Any
 ) -> None:
     turns: set[int] = set()

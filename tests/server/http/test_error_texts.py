@@ -26,9 +26,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
         ("/" + "v1/chat/completions" * 20, "/docs lists the paths."),
     ],
 )
-def test_a_path_that_there_is_not_names_the_one_that_was_meant(
-    http: Any, path: str, said: str
-) -> None:
+def test_unknown_path_suggests_a_similar_one(http: Any, path: str, said: str) -> None:
     for answer in (http.get(path), http.post(path, {})):
         assert answer.status_code == 404
         error = answer.json()["error"]
@@ -36,11 +34,11 @@ def test_a_path_that_there_is_not_names_the_one_that_was_meant(
         assert said in error["message"]
 
 
-def test_only_whole_segments_are_another_api() -> None:
+def test_only_full_path_segments_identify_other_apis() -> None:
     assert "not served" not in no_such_path("/apiary", ["/v1/models"])
 
 
-def test_an_unknown_model_is_answered_with_those_served(http: Any) -> None:
+def test_unknown_model_error_lists_served_models(http: Any) -> None:
     for answer in (
         http.post("/v1/chat/completions", {"model": "gpt-4o", **HI}),
         http.get("/v1/models/gpt-4o"),
@@ -66,7 +64,7 @@ def test_an_unknown_model_is_answered_with_those_served(http: Any) -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role: is required"),
     ],
 )  # fmt: skip
-def test_the_error_of_a_wrong_value_states_what_it_must_be(
+def test_error_of_invalid_value_states_allowed_values(
     http: Any, fields: dict[str, Any], message: str
 ) -> None:
     answer = http.post("/v1/chat/completions", {"model": "tiny", **HI, **fields})

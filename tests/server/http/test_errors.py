@@ -31,7 +31,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         ({"prompt": ["hello"] * 100, "n": 100}, "prompt"),
     ],
 )
-def test_wrong_fields_are_named(
+def test_invalid_fields_are_named(
     http: Any, engines: Any, fields: dict[str, Any], param: str
 ) -> None:
     response = http.post("/v1/completions", {"model": "tiny", "prompt": "hello", **fields})
@@ -60,19 +60,19 @@ def test_a_missing_prompt_is_named(http: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_bodies_that_are_no_json_object_are_refused(http: Any, path: str, body: bytes) -> None:
+def test_non_object_bodies_are_refused(http: Any, path: str, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     error_of(http.request("POST", path, content=body, headers=headers), 400)
 
 
-def test_numbers_that_json_does_not_have_are_refused(http: Any) -> None:
+def test_non_json_numbers_are_refused(http: Any) -> None:
     body = b'{"prompt": "x", "temperature": NaN}'
     headers = {"Content-Type": "application/json"}
     response = http.request("POST", "/v1/completions", content=body, headers=headers)
     assert error_of(response, 400)["param"] == "temperature"
 
 
-def test_bodies_of_another_type_are_refused(http: Any) -> None:
+def test_bodies_of_other_content_types_are_refused(http: Any) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     response = http.request("POST", "/v1/completions", content=b"{}", headers=headers)
     assert "application/json" in error_of(response, 415)["message"]
@@ -86,13 +86,13 @@ def test_unknown_models_and_paths_are_not_found(http: Any) -> None:
     error_of(http.get("/v1/completions/more"), 404)
 
 
-def test_a_wrong_method_names_the_right_one(http: Any) -> None:
+def test_wrong_method_names_the_allowed_one(http: Any) -> None:
     response = http.get("/v1/completions")
     error_of(response, 405)
     assert response.headers["allow"] == "POST"
 
 
-def test_what_does_not_fit_says_by_how_much(http: Any) -> None:
+def test_context_length_error_states_the_excess(http: Any) -> None:
     error = error_of(http.post("/v1/completions", {"prompt": [5] * 500, "max_tokens": 13}), 400)
     assert error["code"] == "context_length_exceeded"
     for number in ("512", "513", "500", "13"):
@@ -109,9 +109,7 @@ def test_without_engines_clients_get_a_retry_after(http: Any, engines: Any, stre
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_choices_that_found_an_engine_are_closed_when_another_finds_none(
-    http: Any, engines: Any
-) -> None:
+def test_submitted_choices_are_closed_if_another_finds_no_engine(http: Any, engines: Any) -> None:
     engines.refuse_from = 2
     error_of(http.post("/v1/completions", {"prompt": "x", "n": 4}), 503)
     assert [stream.closed.is_set() for stream in engines.streams] == [True, True]
@@ -126,7 +124,7 @@ def test_choices_that_found_an_engine_are_closed_when_another_finds_none(
         (RuntimeError("secret detail"), 500),
     ],
 )
-def test_failures_before_the_first_token_are_ordinary_answers(
+def test_failures_before_first_token_are_http_errors(
     http: Any, engines: Any, failure: Any, status: int, n: int
 ) -> None:
     engines.script = lambda stream: [failure]

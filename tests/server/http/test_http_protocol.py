@@ -78,7 +78,7 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", HEAD[:-2]])
-async def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: bytes) -> None:
+async def test_incomplete_head_times_out(app: Any, sent: bytes) -> None:
     async with served(app, GuardConfig(receive_timeout=0.5)) as port:
         reader, writer = await connect(port)
         writer.write(sent)
@@ -87,7 +87,7 @@ async def test_a_head_that_is_never_complete_is_not_waited_for(app: Any, sent: b
         writer.close()
 
 
-async def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) -> None:
+async def test_incomplete_second_head_times_out(app: Any) -> None:
     async with served(app, GuardConfig(receive_timeout=0.5)) as port:
         reader, writer = await connect(port)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
@@ -97,7 +97,7 @@ async def test_a_second_head_on_a_connection_is_not_waited_for_either(app: Any) 
         writer.close()
 
 
-async def test_a_head_has_a_largest_size(app: Any) -> None:
+async def test_head_size_is_limited(app: Any) -> None:
     async with served(app, GuardConfig(max_header_bytes=4096)) as port:
         reader, writer = await connect(port)
         writer.write(b"GET /health HTTP/1.1\r\n")
@@ -110,12 +110,12 @@ async def test_a_head_has_a_largest_size(app: Any) -> None:
         writer.close()
 
 
-class TestHurriedServer:
+class TestServerWithShortTimeouts:
     @pytest.fixture
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(receive_timeout=0.5))
 
-    async def test_a_body_that_is_never_complete_is_not_waited_for(self, app: Any) -> None:
+    async def test_incomplete_body_times_out(self, app: Any) -> None:
         async with served(app, GuardConfig()) as port:
             reader, writer = await connect(port)
             writer.write(HEAD + BODY[:-5])
@@ -155,7 +155,7 @@ async def flood(port: int, start: bytes, piece: bytes, most: int = 2**24) -> tup
     ids=["lines", "one line", "short lines"],
 )
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/health"])
-async def test_trailers_without_end_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
+async def test_endless_trailers_are_cut_off(app: Any, piece: bytes, path: bytes) -> None:
     async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
         start = CHUNKED.replace(b"/v1/completions", path)
         start += b"%x\r\n%s\r\n0\r\nX: " % (len(BODY), BODY)
@@ -182,13 +182,13 @@ async def test_trailers_are_no_headers(app: Any) -> None:
 
 
 @pytest.mark.parametrize("piece", [b"0" * 4096, b"5;" + b"e" * 4096, b"e" * 4096])
-async def test_chunk_sizes_and_extensions_without_end_are_cut_off(app: Any, piece: bytes) -> None:
+async def test_endless_chunk_sizes_and_extensions_are_cut_off(app: Any, piece: bytes) -> None:
     async with served(app, GuardConfig(max_body_bytes=2**17)) as port:
         _, sent = await flood(port, CHUNKED, piece)
         assert sent < 2**22
 
 
-async def test_a_head_that_comes_at_once_has_a_largest_size_too(app: Any) -> None:
+async def test_size_of_head_in_one_piece_is_limited(app: Any) -> None:
     async with served(app, GuardConfig(max_header_bytes=4096)) as port:
         reader, writer = await connect(port)
         writer.write(b"GET /health HTTP/1.1\r\nX: %s\r\n\r\n" % (b"x" * 5000))
@@ -213,7 +213,7 @@ HURRIED = GuardConfig(receive_timeout=0.5, keep_alive_timeout=1)
     ],
     ids=["unfinished", "one byte", "two bytes", "chunked", "blank line", "next head", "upgrade"],
 )  # fmt: skip
-async def test_a_connection_ends_whatever_was_answered_early(app: Any, sent: list[bytes]) -> None:
+async def test_connection_closes_after_early_answer(app: Any, sent: list[bytes]) -> None:
     async with served(app, HURRIED) as port:
         reader, writer = await connect(port)
         for piece in sent:
@@ -232,7 +232,7 @@ async def test_a_client_that_keeps_sending_after_an_answer_is_disconnected(app: 
         assert sent < 2**24
 
 
-async def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -> None:
+async def test_client_can_send_full_body_before_reading_early_answer(app: Any) -> None:
     async with served(app, GuardConfig(keep_alive_timeout=1)) as port:
         reader, writer = await connect(port)
         for _ in range(2):
@@ -245,7 +245,7 @@ async def test_a_client_may_send_all_before_it_reads_an_early_answer(app: Any) -
         writer.close()
 
 
-async def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why_it_was_refused(
+async def test_client_sending_too_large_body_gets_the_refusal(
     app: Any,
 ) -> None:
     limit = FrontEndConfig().guards.max_body_bytes
@@ -284,7 +284,7 @@ ENDINGS = {
 @pytest.mark.parametrize(
     ("kind", "secure"), [*((kind, False) for kind in ENDINGS), ("sized", True), ("no HTTP", True)]
 )
-async def test_a_client_whose_connection_ends_reads_the_answer_first(
+async def test_answer_is_delivered_before_connection_closes(
     app: Any, certified: GuardConfig, kind: str, secure: bool
 ) -> None:
     sent, status = ENDINGS[kind]
@@ -309,9 +309,7 @@ class TestServerWithKeys:
     def config(self, config: FrontEndConfig) -> FrontEndConfig:
         return msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
 
-    async def test_a_client_without_a_key_reads_that_before_its_connection_ends(
-        self, app: Any
-    ) -> None:
+    async def test_client_without_key_gets_error_before_connection_closes(self, app: Any) -> None:
         closing = head(len(LARGE)).replace(b"Host", b"Connection: close\r\nHost") + LARGE
 
         async with served(app, GuardConfig()) as port:
@@ -323,7 +321,7 @@ class TestServerWithKeys:
                 writer.close()
 
 
-async def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(app: Any) -> None:
+async def test_body_declared_too_large_is_refused_before_upload(app: Any) -> None:
     expecting = head(len(LARGE)).replace(b"Host", b"Expect: 100-continue\r\nHost")
 
     async with served(app, GuardConfig()) as port:
@@ -333,7 +331,7 @@ async def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(
         writer.close()
 
 
-async def test_a_shutdown_leaves_a_client_that_still_sends_its_answer(app: Any) -> None:
+async def test_shutdown_delivers_answer_to_client_that_still_sends(app: Any) -> None:
     async with served_by(app, GuardConfig()) as (server, port):
         reader, writer = await connect(port)
         writer.write(head(len(LARGE)) + LARGE[:1000])
@@ -345,7 +343,7 @@ async def test_a_shutdown_leaves_a_client_that_still_sends_its_answer(app: Any) 
         writer.close()
 
 
-async def test_a_connection_that_ends_drops_a_limited_amount_for_a_limited_time(app: Any) -> None:
+async def test_closing_connection_drains_limited_bytes_for_limited_time(app: Any) -> None:
     endless = head(10**9).replace(b"Host", b"Connection: close\r\nHost")
 
     guards = msgspec.structs.replace(HURRIED, max_body_bytes=2**17)
@@ -359,9 +357,7 @@ async def test_a_connection_that_ends_drops_a_limited_amount_for_a_limited_time(
         assert sent < 2**24
 
 
-async def test_the_answer_that_others_are_queued_behind_ends_when_the_client_hangs_up(
-    app: Any, engines: Any
-) -> None:
+async def test_pipelined_answer_ends_when_client_disconnects(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
     async with served(app, GuardConfig()) as port:
@@ -373,7 +369,7 @@ async def test_the_answer_that_others_are_queued_behind_ends_when_the_client_han
         assert len(engines.streams) == 1
 
 
-async def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> None:
+async def test_pipelined_requests_are_counted(app: Any) -> None:
     async with served(app, GuardConfig()) as port:
         reader, writer = await connect(port)
         few = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED
@@ -386,7 +382,7 @@ async def test_requests_that_wait_on_one_connection_are_counted(app: Any) -> Non
         writer.close()
 
 
-async def test_connections_beyond_the_limit_push_out_idle_ones_only(app: Any, engines: Any) -> None:
+async def test_connections_beyond_limit_close_only_idle_ones(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
     async with served(app, GuardConfig(max_connections=4)) as port:
@@ -428,9 +424,7 @@ async def test_a_client_is_answered_despite_hundreds_that_never_finish(
             each.close()
 
 
-async def test_connections_are_refused_when_all_others_are_being_answered(
-    app: Any, engines: Any
-) -> None:
+async def test_connections_are_refused_if_all_others_are_active(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 
     async with served(app, GuardConfig(max_connections=2)) as port:
@@ -446,7 +440,7 @@ async def test_connections_are_refused_when_all_others_are_being_answered(
             each.close()
 
 
-async def test_a_patient_client_is_served_whatever_its_pieces(app: Any) -> None:
+async def test_client_sending_byte_by_byte_is_served(app: Any) -> None:
     async with served(app, GuardConfig()) as port:
         reader, writer = await connect(port)
         for byte in HEAD + BODY:
@@ -499,7 +493,7 @@ class TestReaders:
     def engines(self, engines: Any) -> Any:
         return Flood(engines)
 
-    async def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed(
+    async def test_client_that_never_reads_is_disconnected_and_its_engine_freed(
         self, app: Any, engines: Any
     ) -> None:
         async with served(app, GuardConfig(send_timeout=0.3)) as port:
@@ -513,7 +507,7 @@ class TestReaders:
                 await until_async(lambda: hung_up(client), "the server hangs up")
 
     @pytest.mark.parametrize("choices", [1, 3])
-    async def test_what_is_kept_for_a_client_that_pauses_has_an_end(
+    async def test_buffer_for_paused_client_is_bounded(
         self, app: Any, engines: Any, choices: int
     ) -> None:
         async with served(app, GuardConfig()) as port:
@@ -543,7 +537,7 @@ def certified(tmp_path: Path) -> GuardConfig:
     return GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key))
 
 
-async def test_unfinished_handshakes_count_as_connections_and_give_way(
+async def test_unfinished_handshakes_count_as_connections_and_can_be_closed(
     app: Any, certified: GuardConfig
 ) -> None:
     trusting = ssl.create_default_context(cafile=certified.ssl_certfile)
@@ -565,9 +559,7 @@ async def test_unfinished_handshakes_count_as_connections_and_give_way(
         await asyncio.gather(*cut, return_exceptions=True)
 
 
-async def test_a_server_that_ends_does_not_wait_for_handshakes(
-    app: Any, certified: GuardConfig
-) -> None:
+async def test_shutdown_does_not_wait_for_handshakes(app: Any, certified: GuardConfig) -> None:
     async with served(app, certified) as port:
         reader, writer = await connect(port)
         writer.write(b"\x16\x03\x01\x02\x00\x01")
@@ -591,7 +583,7 @@ async def test_https_is_served_with_a_certificate(app: Any, certified: GuardConf
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
-async def test_a_handshake_that_is_never_complete_is_not_waited_for(
+async def test_incomplete_handshake_times_out(
     app: Any, certified: GuardConfig, sent: bytes
 ) -> None:
     async with served(app, msgspec.structs.replace(certified, receive_timeout=0.5)) as port:

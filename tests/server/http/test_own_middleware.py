@@ -52,7 +52,7 @@ def settings(*middleware: str) -> FrontEndConfig:
     )
 
 
-def test_middleware_is_around_all_that_is_served(http_of: Any, module: str) -> None:
+def test_middleware_wraps_all_responses(http_of: Any, module: str) -> None:
     http = http_of(settings(f"{module}.Refuses", f"{module}.signs"))
     refused = http.post("/v1/completions", {"prompt": "x"}, headers={"x-refuse": "yes"})
     assert (refused.status_code, refused.text) == (451, "no")
@@ -67,12 +67,12 @@ def test_middleware_is_around_all_that_is_served(http_of: Any, module: str) -> N
 @pytest.mark.parametrize(
     "path", ["", "operators_own.missing", "operators_own.number", "no_such_module.x"]
 )
-def test_what_is_no_middleware_is_named_at_the_start(http_of: Any, module: str, path: str) -> None:
+def test_invalid_middleware_is_named_at_start(http_of: Any, module: str, path: str) -> None:
     with pytest.raises(BadMiddleware, match=r"--middleware"):
         http_of(settings(path))
 
 
-def test_middleware_can_be_of_a_package(
+def test_middleware_can_come_from_a_package(
     http_of: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(tmp_path, "swell.middleware", signer=f"{module}:signs", other=f"{module}:missing")

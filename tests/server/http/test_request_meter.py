@@ -43,20 +43,20 @@ def refused_after(meter: RequestMeter, size: int, before: Callable[[], object]) 
 
 
 @pytest.mark.parametrize("size", [1, 100, 999])
-def test_a_head_has_an_end(size: int) -> None:
+def test_head_is_bounded(size: int) -> None:
     status, fed = refused_after(meter_at(Phase.HEAD), size, lambda: None)
     assert status == 431
     assert fed <= LIMITS.head
 
 
 @pytest.mark.parametrize("size", [1, 100, 999])
-def test_trailers_and_chunk_extensions_have_an_end(size: int) -> None:
+def test_trailers_and_chunk_extensions_are_bounded(size: int) -> None:
     status, fed = refused_after(meter_at(Phase.BODY), size, lambda: None)
     assert status == 431
     assert fed <= LIMITS.head
 
 
-def test_pieces_of_one_byte_are_taken_up_to_the_largest_body() -> None:
+def test_one_byte_pieces_are_accepted_up_to_body_limit() -> None:
     meter = meter_at(Phase.BODY)
     status, fed = refused_after(meter, 6, lambda: meter.body(1))
     assert status == 413
@@ -73,14 +73,14 @@ def test_a_body_in_tiny_chunks_does_not_keep_the_parser_busy() -> None:
     assert raised.value.status == 413
 
 
-def test_a_body_in_chunks_of_some_size_is_taken() -> None:
+def test_body_in_moderate_chunks_is_accepted() -> None:
     meter = meter_at(Phase.BODY)
     for _ in range(100 * FREE_CHUNKS):
         meter.chunk()
         meter.body(BYTES_PER_CHUNK)
 
 
-def test_trailers_are_not_kept_and_have_an_end_within_one_read() -> None:
+def test_trailers_are_discarded_and_bounded_within_one_read() -> None:
     meter = meter_at(Phase.BODY)
     assert not meter.field(400)
     assert not meter.field(400)
@@ -89,7 +89,7 @@ def test_trailers_are_not_kept_and_have_an_end_within_one_read() -> None:
     assert meter_at(Phase.HEAD).field(400)
 
 
-def test_the_rest_of_what_is_answered_has_an_end() -> None:
+def test_rest_of_answered_body_is_bounded() -> None:
     meter = meter_at(Phase.BODY)
     assert meter.answered()
     status, fed = refused_after(meter, 100, lambda: meter.body(100))
@@ -97,7 +97,7 @@ def test_the_rest_of_what_is_answered_has_an_end() -> None:
     assert fed <= LIMITS.head + UNREAD * LIMITS.body
 
 
-def test_nothing_is_owed_once_a_request_is_complete() -> None:
+def test_complete_request_leaves_nothing_to_drain() -> None:
     meter = meter_at(Phase.BODY)
     meter.end()
     assert not meter.answered()

@@ -47,7 +47,7 @@ class TestWithManyComments(WithInterval):
     INTERVAL = 0.2
 
     @pytest.mark.parametrize("path", BODIES)
-    async def test_comments_come_while_nothing_else_does(
+    async def test_comments_are_sent_while_stream_is_idle(
         self, app: Any, engines: Any, path: str
     ) -> None:
         whole = engines.script
@@ -74,7 +74,7 @@ class TestWithManyComments(WithInterval):
             writer.close()
 
     @pytest.mark.parametrize("path", BODIES)
-    async def test_what_fails_after_the_headers_is_the_last_event(
+    async def test_failure_after_headers_is_the_last_event(
         self, app: Any, engines: Any, path: str
     ) -> None:
         engines.script = lambda stream: []
@@ -91,7 +91,7 @@ class TestWithManyComments(WithInterval):
             writer.close()
 
     @pytest.mark.parametrize("path", BODIES)
-    async def test_what_fails_before_them_is_an_http_error(
+    async def test_failure_before_headers_is_an_http_error(
         self, app: Any, engines: Any, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Regardless of the machine's speed.
@@ -106,7 +106,7 @@ class TestWithManyComments(WithInterval):
             assert b"The engine is gone." in answer
             writer.close()
 
-    async def test_nothing_is_left_when_the_client_hangs_up(self, app: Any, engines: Any) -> None:
+    async def test_nothing_is_left_after_client_disconnects(self, app: Any, engines: Any) -> None:
         engines.script = lambda stream: []
 
         async with served(app, GuardConfig()) as port:
@@ -119,7 +119,7 @@ class TestWithManyComments(WithInterval):
         tasks = [each for each in asyncio.all_tasks() if "send_keep_alive" in repr(each)]
         assert tasks == []
 
-    async def test_answers_that_are_no_streams_have_none(self, app: Any, engines: Any) -> None:
+    async def test_unstreamed_answers_have_no_comments(self, app: Any, engines: Any) -> None:
         whole = engines.script
         engines.script = lambda stream: []
 
@@ -137,7 +137,7 @@ class TestWithManyComments(WithInterval):
 
 
 class TestWithFewComments(WithInterval):
-    async def test_headers_go_out_after_a_second_without_a_token(
+    async def test_headers_are_sent_after_a_second_without_tokens(
         self, app: Any, engines: Any
     ) -> None:
         engines.script = lambda stream: []

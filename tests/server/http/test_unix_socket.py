@@ -39,7 +39,7 @@ def test_clients_are_served_on_a_unix_socket(app: FastAPI, tmp_path: Path) -> No
     assert answer.json()["choices"][0]["text"] == "hello world"
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+def test_stale_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     listen_unix(path, 1).close()
     with listen_unix(path, 1):
@@ -49,7 +49,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
             client.connect(str(path))
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_other_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "precious.txt"
     path.write_text("precious")
     with pytest.raises(FileExistsError, match="not a socket"):

@@ -54,7 +54,7 @@ class Clients:
             await asyncio.sleep(0)
 
 
-async def test_what_nobody_reads_is_bounded_for_a_tenant_and_for_all() -> None:
+async def test_unsent_data_is_bounded_per_tenant_and_in_total() -> None:
     clients = Clients()
     fits = MAX_UNSENT_OF_ONE // SIZE
     await clients.ask(ALICE, 800)

@@ -71,7 +71,7 @@ FIRST, NONE, END = (
     ids=["sized", "chunked", "no body", "pipelined", "HTTP/1.0", "websocket"],
 )
 @pytest.mark.parametrize("size", [1, 7, 100, 1 << 16])
-async def test_a_body_behind_an_upgrade_belongs_to_its_request(
+async def test_body_after_upgrade_header_belongs_to_its_request(
     sent: bytes, requests: list[list[str]], size: int
 ) -> None:
     async with served(echo, GuardConfig()) as port:
@@ -101,9 +101,7 @@ async def test_a_body_behind_an_upgrade_belongs_to_its_request(
     ],
     ids=["CONNECT", "large head", "two lengths", "two framings", "bad chunk"],
 )
-async def test_what_is_refused_without_an_upgrade_is_refused_with_one(
-    sent: bytes, status: bytes
-) -> None:
+async def test_upgrade_header_does_not_change_refusals(sent: bytes, status: bytes) -> None:
     async with served(echo, GuardConfig()) as port:
         reader, writer = await connect(port)
         writer.write(sent)
@@ -172,9 +170,7 @@ def _node(url: str, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("client", [_java, _curl, _node])
-async def test_clients_that_offer_http2_are_answered_over_http1(
-    client: Any, tmp_path: Path
-) -> None:
+async def test_clients_offering_http2_are_answered_over_http1(client: Any, tmp_path: Path) -> None:
     program = client("", tmp_path)[0]
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
@@ -254,9 +250,7 @@ async def nginx(directory: Path, behind: int) -> AsyncIterator[str]:
 
 
 @needs_nginx
-async def test_a_client_of_nginx_as_installed_reads_why_its_body_is_refused(
-    app: Any, tmp_path: Path
-) -> None:
+async def test_client_behind_default_nginx_gets_refusal_of_body(app: Any, tmp_path: Path) -> None:
     body = b"x" * (8 * GuardConfig().max_body_bytes)
     sent = (
         b"POST /unbuffered HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -277,7 +271,7 @@ async def test_a_client_of_nginx_as_installed_reads_why_its_body_is_refused(
 
 
 @needs_nginx
-async def test_nginx_that_passes_upgrades_on_never_gives_a_client_the_answer_of_another(
+async def test_nginx_passing_upgrades_never_mixes_answers_of_clients(
     tmp_path: Path,
 ) -> None:
     async def exchange(listening: str, sent: bytes) -> list[str]:

@@ -119,7 +119,7 @@ def test_a_hostile_image_is_refused_by_name(http: Http, kind: str) -> None:
     "data:image/png;base64,AAA", "http://example.com/a.png", "https://127.0.0.1/a.png",
     "file:///etc/passwd", "ftp://example.com/a.png", "gopher://x", "", "/etc/passwd", "x" * 10_000,
 ])  # fmt: skip
-def test_urls_that_nobody_allowed_are_refused(http: Http, url: str) -> None:
+def test_urls_are_refused_by_default(http: Http, url: str) -> None:
     answer = http.post("/v1/chat/completions", asked(url))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages[0].content[0]"
@@ -146,7 +146,7 @@ def test_thousands_of_tiny_images_are_counted_and_not_decoded(
     assert opened == []
 
 
-def test_an_image_that_is_larger_than_its_head_says_is_refused() -> None:
+def test_image_larger_than_its_header_is_refused() -> None:
     file = ImageFile(encoded(picture(10, 10)), 100)
     file._max_pixels = 50
     with pytest.raises(BadImage):
@@ -174,7 +174,7 @@ def test_only_the_first_frame_of_an_animation_counts() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_as_their_metadata_say(kind: str, orientation: int) -> None:
+def test_images_are_rotated_according_to_metadata(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = ImageFile(encoded(picture(10, 20), kind, exif=exif), 1000)
@@ -186,7 +186,7 @@ def test_images_are_turned_as_their_metadata_say(kind: str, orientation: int) ->
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("exif", [b"", b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"x" * 1000])
-def test_broken_metadata_turn_nothing(exif: bytes) -> None:
+def test_broken_metadata_is_ignored(exif: bytes) -> None:
     image = ImageFile(encoded(picture(10, 20), "JPEG", exif=exif), 1000).decode()
     assert (image.height, image.width) == (10, 20)
 
@@ -224,6 +224,6 @@ def test_an_image_is_decoded_once_without_copies() -> None:
 
 
 @pytest.mark.slow
-def test_wrong_metadata_of_images_do_not_fill_the_log() -> None:
+def test_invalid_metadata_does_not_flood_the_log() -> None:
     _, log = decoded_alone(png(8, 8, chunk(b"eXIf", overlapping_tags()), rows=b"\0\0" * 8))
     assert log == ""

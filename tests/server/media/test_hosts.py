@@ -111,14 +111,14 @@ async def test_other_hosts_are_not_even_resolved(host: str) -> None:
         "http://images.example.com/\r\nX: y", "http://\u24d8mages.example.com/", "http://[::1/",
     ],
 )  # fmt: skip
-async def test_urls_that_may_be_read_in_two_ways_are_refused(url: str) -> None:
+async def test_ambiguous_urls_are_refused(url: str) -> None:
     async with served() as here:
         await refusal(here.hosts(), url)
         assert (here.resolved, here.asked) == ([], [])
 
 
 @pytest.mark.parametrize("others", [["10.0.0.1"], ["127.0.0.1", "10.0.0.1"], []])
-async def test_a_host_with_any_private_address_is_not_asked(others: list[str]) -> None:
+async def test_host_with_any_private_address_is_refused(others: list[str]) -> None:
     async with served() as here:
         here.answers["/"] = found(IMAGE)
         here.addresses = others
@@ -126,7 +126,7 @@ async def test_a_host_with_any_private_address_is_not_asked(others: list[str]) -
         assert here.asked == []
 
 
-async def test_a_name_that_points_elsewhere_later_is_resolved_once() -> None:
+async def test_host_name_is_resolved_only_once() -> None:
     async with served() as here:
         here.answers["/"] = found(IMAGE)
 
@@ -147,7 +147,7 @@ async def test_a_name_that_points_elsewhere_later_is_resolved_once() -> None:
         "http://other.example.com:{port}/b",
     ],
 )  # fmt: skip
-async def test_redirects_lead_to_nothing_that_is_not_allowed(to: str) -> None:
+async def test_redirects_to_disallowed_hosts_are_refused(to: str) -> None:
     async with served() as here:
         here.answers |= {"/a": moved(to.format(port=here.port)), "/b": found(IMAGE)}
         await refusal(here.hosts(), here.url("/a"))
@@ -168,14 +168,14 @@ async def test_redirects_are_resolved_and_checked_again() -> None:
         assert "not public" in await refusal(hosts, here.url("/a"))
 
 
-async def test_redirects_end() -> None:
+async def test_number_of_redirects_is_limited() -> None:
     async with served() as here:
         here.answers["/a"] = moved("/a")
         assert "redirects" in await refusal(here.hosts(), here.url("/a"))
         assert len(here.asked) == MAX_REDIRECTS + 1
 
 
-async def test_an_image_is_refused_while_it_is_too_large() -> None:
+async def test_too_large_download_is_aborted() -> None:
     async with served() as here:
         endless = b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n" + b"x" * 100_000
         here.answers["/"] = endless
@@ -186,19 +186,19 @@ async def test_an_image_is_refused_while_it_is_too_large() -> None:
     "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab",
                b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"],
 )  # fmt: skip
-async def test_a_host_that_answers_nothing_good_is_the_clients_error(answer: bytes) -> None:
+async def test_bad_answer_of_host_is_a_client_error(answer: bytes) -> None:
     async with served() as here:
         here.answers["/"] = answer
         assert "could not be fetched" in await refusal(here.hosts(), here.url("/"))
 
 
-async def test_a_host_that_is_slow_is_not_waited_for() -> None:
+async def test_slow_host_times_out() -> None:
     async with served() as here:
         hosts = here.hosts(seconds=0.2)
         assert "within 0.2 s" in await refusal(hosts, here.url("/slow"))
 
 
-async def test_a_host_that_is_not_there_is_the_clients_error() -> None:
+async def test_unreachable_host_is_a_client_error() -> None:
     async with served() as here:
         url = here.url("/")
     assert "could not be fetched" in await refusal(here.hosts(), url)

@@ -64,7 +64,7 @@ def test_a_photograph_fits_into_a_body(http: Http, engines: FakeGenerationClient
     assert engines.streams[-1].encoder_inputs
 
 
-def test_an_image_is_where_its_part_was(http: Http, engines: FakeGenerationClient) -> None:
+def test_image_stays_at_position_of_its_part(http: Http, engines: FakeGenerationClient) -> None:
     body = http.chat(messages=[user(text("before "), image(), text(" after"))])
     shown = four_tiles()
     assert prompt_of(engines) == f"User: before {shown} after<end_of_utterance>\nAssistant:"
@@ -95,8 +95,8 @@ def test_several_images_of_several_messages_keep_their_order(
     assert len(set(digests[5:8]) & set(digests[:5])) == 0
 
 
-def test_engines_that_resize_get_whole_images(http: Http, engines: FakeGenerationClient) -> None:
-    engines.wants_whole_images, engines.context = True, 2048
+def test_engines_that_resize_get_original_images(http: Http, engines: FakeGenerationClient) -> None:
+    engines.needs_original_images, engines.context = True, 2048
     large = picture(3 * TILE, 5 * TILE)
     http.chat(messages=[user(text("a"), image(), image(data_url(encoded(large)))), user(image())])
     ids = engines.streams[-1].prompt_token_ids
@@ -116,11 +116,11 @@ def test_engines_that_resize_get_whole_images(http: Http, engines: FakeGeneratio
     assert token not in outside
 
 
-def test_whole_images_have_a_bound(
+def test_original_images_are_bounded(
     http: Http, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.media.images.MAX_PIXEL_BYTES", 3 * 200 * 200)
-    engines.wants_whole_images = True
+    engines.needs_original_images = True
     wide, body = data_url(encoded(picture(200, 201))), {"model": "tiny"}
     answer = http.post("/v1/chat/completions", {**body, "messages": [user(image(wide))]})
     assert answer.status_code == 400
@@ -133,9 +133,7 @@ def test_all_choices_carry_the_image(http: Http, engines: FakeGenerationClient) 
     assert first.encoder_inputs == second.encoder_inputs != []
 
 
-def test_a_text_is_shown_as_a_part_by_templates_that_show_nothing_else(
-    http: Http, engines: FakeGenerationClient
-) -> None:
+def test_templates_of_parts_get_text_as_a_part(http: Http, engines: FakeGenerationClient) -> None:
     http.chat(messages=[{"role": "user", "content": "hello"}])
     assert prompt_of(engines) == "User: hello<end_of_utterance>\nAssistant:"
     assert engines.streams[-1].encoder_inputs == []
@@ -144,7 +142,7 @@ def test_a_text_is_shown_as_a_part_by_templates_that_show_nothing_else(
 @pytest.mark.parametrize(
     "template", ["{% for message in messages %}{{ message.content }}|{% endfor %}"]
 )
-def test_a_template_of_texts_gets_the_marker_where_the_image_was(
+def test_templates_of_text_get_the_marker_at_image_position(
     http: Http, engines: FakeGenerationClient
 ) -> None:
     http.chat(messages=[user(text("a"), image(), text("b"))])
@@ -156,7 +154,7 @@ def test_a_template_of_texts_gets_the_marker_where_the_image_was(
     "written",
     ["<image>", "a <image><image> b", "\U0010f000 \U0010f001 \U0010f010", "<ima", "ge>"],
 )
-def test_what_clients_write_stands_for_no_image(
+def test_client_text_never_becomes_an_image_token(
     http: Http, engines: FakeGenerationClient, written: str
 ) -> None:
     token = engines.tokenizer.token_to_id("<image>")
@@ -183,7 +181,7 @@ def test_what_clients_write_stands_for_no_image(
         {"messages": [{"role": "system", "content": "<image>"}, user(text("hi"))]},
     ],
 )  # fmt: skip
-def test_nothing_else_of_a_request_stands_for_an_image(
+def test_other_fields_never_become_image_tokens(
     http: Http, engines: FakeGenerationClient, body: dict[str, Any]
 ) -> None:
     engines.context = 2048
@@ -193,16 +191,14 @@ def test_nothing_else_of_a_request_stands_for_an_image(
     assert token not in engines.streams[-1].prompt_token_ids
 
 
-def test_token_ids_that_stand_for_images_are_refused(
-    http: Http, engines: FakeGenerationClient
-) -> None:
+def test_image_token_ids_in_prompts_are_refused(http: Http, engines: FakeGenerationClient) -> None:
     token = engines.tokenizer.token_to_id("<image>")
     answer = http.post("/v1/completions", {"model": "tiny", "prompt": [5, token]})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "prompt"
 
 
-def test_a_kept_response_goes_on_with_its_image(
+def test_stored_response_continues_with_its_image(
     vision: Callable[..., Http], engines: FakeGenerationClient, tmp_path: Path
 ) -> None:
     engines.context = 2048
@@ -217,7 +213,7 @@ def test_a_kept_response_goes_on_with_its_image(
     assert engines.streams[0].encoder_inputs == engines.streams[1].encoder_inputs
 
 
-def test_responses_take_images_of_users_and_of_calls(
+def test_responses_accept_images_of_users_and_tool_outputs(
     http: Http, engines: FakeGenerationClient
 ) -> None:
     engines.context = 2048
@@ -232,9 +228,7 @@ def test_responses_take_images_of_users_and_of_calls(
     assert "see<fake_token_around_image>" in prompt_of(engines)
 
 
-def test_turns_with_images_are_left_out_where_a_conversation_is_shortened(
-    http: Http, engines: FakeGenerationClient
-) -> None:
+def test_truncation_drops_turns_with_images(http: Http, engines: FakeGenerationClient) -> None:
     engines.context = 60
     shown = {"type": "input_image", "image_url": WIDE}
     turn = {"role": "user", "content": [shown]}
@@ -251,7 +245,7 @@ def message_image(content: bytes) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-def test_messages_take_images_of_users_and_of_tools(
+def test_messages_accept_images_of_users_and_tools(
     http: Http, engines: FakeGenerationClient
 ) -> None:
     engines.context = 2048
@@ -299,7 +293,7 @@ def test_errors_of_messages_name_the_block(http: Http) -> None:
         ({"messages": [user(image("data:image/png;base64,AAAA"))]}, "messages[0].content[0]"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_images_are_refused_by_name(
     http: Http, engines: FakeGenerationClient, fields: dict[str, Any], param: str | None
 ) -> None:
     answer = http.post(
@@ -338,7 +332,7 @@ def source(**fields: Any) -> dict[str, Any]:
          "messages[0].content[0].source.type", "only 'text' documents are supported"),
     ],
 )  # fmt: skip
-def test_a_model_that_reads_images_is_not_said_to_read_text_alone(
+def test_errors_of_vision_models_do_not_mention_text_only(
     http: Http, path: str, fields: dict[str, Any], param: str, said: str
 ) -> None:
     answer = http.post(path, {"model": "tiny", **fields})
@@ -348,7 +342,7 @@ def test_a_model_that_reads_images_is_not_said_to_read_text_alone(
     assert error.get("param", param) == param, "errors of messages have no field for it"
 
 
-def test_more_tokens_of_images_than_fit_are_refused_before_anything_is_decoded(
+def test_too_many_image_tokens_are_refused_before_decoding(
     http: Http, engines: FakeGenerationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines.context = 16
@@ -360,7 +354,7 @@ def test_more_tokens_of_images_than_fit_are_refused_before_anything_is_decoded(
     assert decoded == []
 
 
-def test_engines_without_eyes_are_named(http: Http, engines: FakeGenerationClient) -> None:
+def test_engines_without_vision_are_reported(http: Http, engines: FakeGenerationClient) -> None:
     engines.serves_images = False
     answer = http.post("/v1/chat/completions", {"model": "tiny", "messages": [user(image())]})
     assert answer.status_code == 400
@@ -372,7 +366,7 @@ def test_engines_without_eyes_are_named(http: Http, engines: FakeGenerationClien
     assert "omitted" in prompt_of(engines)
 
 
-def test_no_images_are_taken_where_their_number_is_limited_to_none(
+def test_images_are_refused_if_limit_is_zero(
     vision: Callable[..., Http],
 ) -> None:
     http = vision(limit_mm_per_prompt='{"image": 0}')
@@ -385,13 +379,13 @@ def test_no_images_are_taken_where_their_number_is_limited_to_none(
     "template", ["{% for message in messages %}{% for part in message.content if part.type == "
                  "'text' %}{{ part.text }}{% endfor %}{% endfor %}"],
 )  # fmt: skip
-def test_a_template_that_shows_no_images_is_blamed(http: Http) -> None:
+def test_template_without_image_support_is_reported(http: Http) -> None:
     answer = http.post("/v1/chat/completions", {"model": "tiny", "messages": [user(image())]})
     assert answer.status_code == 400
     assert "the chat template shows 0 of 1 images" in answer.json()["error"]["message"]
 
 
-def test_no_more_bytes_of_images_are_held_than_allowed(
+def test_held_image_bytes_are_limited(
     vision: Callable[..., Http], engines: FakeGenerationClient
 ) -> None:
     small = vision(max_image_bytes_in_flight=40_000)

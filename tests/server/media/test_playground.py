@@ -36,7 +36,7 @@ def test_an_image_is_sent_and_shown(browser: Any, http: Any, engines: Any, serve
     assert len(engines.streams[0].encoder_inputs) == 5
 
 
-def test_no_image_can_be_chosen_where_none_is_taken(
+def test_image_picker_is_hidden_without_vision(
     browser: Any, http: Any, engines: Any, served: Any
 ) -> None:
     engines.view = view(engine(0))

@@ -71,7 +71,7 @@ def normalized(array: np.ndarray, theirs: Any) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
-def test_tiles_are_those_of_idefics3(
+def test_tiles_equal_idefics3(
     tmp_path: Path, shape: tuple[int, int], splits: bool, kind: str
 ) -> None:
     settings = {**IDEFICS3, "do_image_splitting": splits}
@@ -84,7 +84,7 @@ def test_tiles_are_those_of_idefics3(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_images_are_resized_as_those_of_gemma3(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_images_are_resized_like_gemma3(tmp_path: Path, shape: tuple[int, int]) -> None:
     own, theirs = processor(tmp_path, "gemma3", GEMMA3), Gemma3ImageProcessorPil(**GEMMA3)
     image = picture(*shape)
     expected = np.asarray(theirs(image)["pixel_values"])[0]
@@ -93,9 +93,7 @@ def test_images_are_resized_as_those_of_gemma3(tmp_path: Path, shape: tuple[int,
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_images_are_resized_as_those_of_qwen(
-    tmp_path: Path, kind: str, shape: tuple[int, int]
-) -> None:
+def test_images_are_resized_like_qwen(tmp_path: Path, kind: str, shape: tuple[int, int]) -> None:
     own, theirs = processor(tmp_path, kind, QWEN), Qwen2VLImageProcessorPil(**QWEN)
     image = picture(*shape)
     output = theirs(image)
@@ -114,7 +112,7 @@ def fast(backend: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_prompt_is_that_of_idefics3(
+def test_image_prompt_equals_idefics3(
     tmp_path: Path, backend: Tokenizer, shape: tuple[int, int]
 ) -> None:
     own = processor(tmp_path, "idefics3", {**IDEFICS3, "image_seq_len": 5})
@@ -126,7 +124,7 @@ def test_the_prompt_is_that_of_idefics3(
     assert tokens(text)["input_ids"] == expected
 
 
-def test_the_prompt_is_that_of_gemma3(tmp_path: Path, backend: Tokenizer) -> None:
+def test_image_prompt_equals_gemma3(tmp_path: Path, backend: Tokenizer) -> None:
     own = processor(tmp_path, "gemma3", GEMMA3, mm_tokens_per_image=7)
     tokens = fast(
         backend,
@@ -141,7 +139,7 @@ def test_the_prompt_is_that_of_gemma3(tmp_path: Path, backend: Tokenizer) -> Non
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("kind", "side"), [("mistral3", 8), ("llava", 4)])
-def test_rows_and_columns_are_those_of_pixtral(
+def test_rows_and_columns_equal_pixtral(
     tmp_path: Path, kind: str, side: int, shape: tuple[int, int]
 ) -> None:
     settings: dict[str, Any] = {"size": {"longest_edge": 96}}
@@ -182,7 +180,7 @@ CUT = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     ],
     ids=["CLIP", "LLaVA", "SigLIP"],
 )
-def test_squares_are_those_of_llava(
+def test_image_squares_equal_llava(
     tmp_path: Path,
     shape: tuple[int, int],
     vision: str,
@@ -205,7 +203,7 @@ def test_squares_are_those_of_llava(
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (448, 448)], ids=str)
-def test_tiles_are_those_of_internvl(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_tiles_equal_internvl(tmp_path: Path, shape: tuple[int, int]) -> None:
     settings: dict[str, Any] = {"size": {"height": 32, "width": 32}, "max_patches": 6}
     own = processor(tmp_path, "internvl", settings, image_seq_length=4)
     theirs: Any = GotOcr2ImageProcessorPil(**settings, crop_to_patches=True)
@@ -230,15 +228,13 @@ def test_tiles_are_those_of_internvl(tmp_path: Path, shape: tuple[int, int]) -> 
     ],
     ids=str,
 )
-def test_llavas_that_are_not_known_are_refused_by_name(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_unknown_llavas_are_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
     settings = config.pop("settings", CUT)
     with pytest.raises(BadProcessor):
         processor(tmp_path, "llava", settings, **config)
 
 
-def test_settings_may_stand_in_one_file_for_all_processors(tmp_path: Path) -> None:
+def test_processor_settings_can_be_in_one_shared_file(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"image_processor": IDEFICS3, "image_seq_len": 3})
     )
@@ -246,11 +242,11 @@ def test_settings_may_stand_in_one_file_for_all_processors(tmp_path: Path) -> No
     assert own.plan(64, 64).sizes == ((32, 32, 3),) * 17
 
 
-def test_the_tokens_of_a_tile_follow_from_the_network_if_no_file_says(tmp_path: Path) -> None:
+def test_tokens_per_tile_default_to_network_config(tmp_path: Path) -> None:
     assert processor(tmp_path, "idefics3", IDEFICS3).plan(8, 8).sizes[0].num_tokens == 4
 
 
-def test_known_counts_of_the_published_models(tmp_path: Path) -> None:
+def test_token_counts_of_published_models_are_as_expected(tmp_path: Path) -> None:
     smolvlm = {
         "size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512},
         "image_seq_len": 64,
@@ -264,12 +260,12 @@ def test_known_counts_of_the_published_models(tmp_path: Path) -> None:
     "settings",
     [{"do_resize": False}, {"do_pan_and_scan": True}, {"size": {"longest_edge": 5}}, {"size": 3}],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unknown_processors_are_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(BadProcessor):
         processor(tmp_path, "gemma3", settings)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "gemma3"}])
-def test_a_model_that_reads_text_has_none(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_text_model_has_no_image_processor(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert image_processor(tmp_path) is None

@@ -19,7 +19,7 @@ def test_a_model_that_takes_images_has_reserved_texts(tmp_path: Path) -> None:
     assert placeholders.texts == ("<start_of_image>", "<image_soft_token>")
 
 
-def test_a_model_whose_processor_is_not_known_is_served_without_images(
+def test_model_with_unknown_processor_is_served_without_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **VISION}))
@@ -28,7 +28,7 @@ def test_a_model_whose_processor_is_not_known_is_served_without_images(
     assert "do_pan_and_scan is not served" in caplog.text
 
 
-def test_a_kind_that_is_not_known_is_said_to_read_text(
+def test_unknown_model_type_is_reported_as_text_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", **VISION}))
@@ -37,9 +37,7 @@ def test_a_kind_that_is_not_known_is_said_to_read_text(
 
 
 @pytest.mark.parametrize("config", [None, {"model_type": "llama"}])
-def test_a_model_that_reads_text_needs_no_pillow(
-    tmp_path: Path, config: dict[str, str] | None
-) -> None:
+def test_text_model_does_not_need_pillow(tmp_path: Path, config: dict[str, str] | None) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     program = (

@@ -39,12 +39,12 @@ async def test_a_file_below_the_directory_is_read(root: Path, path: str) -> None
     ["../shown-not/b.png", "%2e%2e/shown-not/b.png", "outside", "up/shown-not/b.png", "deep",
      "pipe", "nothing", "a%00b", "large.png"],
 )  # fmt: skip
-async def test_what_is_not_below_it_is_refused(root: Path, path: str) -> None:
+async def test_files_outside_the_directory_are_refused(root: Path, path: str) -> None:
     with pytest.raises(BadImage):
         await sources(root).read(f"file://{root}/{path}")
 
 
-async def test_files_of_other_hosts_or_of_none_allowed_are_refused(root: Path) -> None:
+async def test_file_urls_of_other_hosts_or_without_permission_are_refused(root: Path) -> None:
     with pytest.raises(BadImage, match="file:///PATH"):
         await sources(root).read(f"file://example.com{root}/inside")
     with pytest.raises(BadImage, match="--allowed-local-media-path"):
@@ -52,13 +52,13 @@ async def test_files_of_other_hosts_or_of_none_allowed_are_refused(root: Path) -
 
 
 @pytest.mark.parametrize("size", [0, 99, 100])
-async def test_data_of_any_size_up_to_the_limit_are_read(size: int) -> None:
+async def test_data_urls_up_to_the_limit_are_read(size: int) -> None:
     import base64
 
     url = "data:image/png;base64," + base64.b64encode(b"x" * size).decode()
     assert await sources(None).read(url) == b"x" * size
 
 
-async def test_more_data_are_not_read() -> None:
+async def test_data_urls_beyond_the_limit_are_refused() -> None:
     with pytest.raises(BadImage, match="more than 100 bytes"):
         await sources(None).read("data:image/png;base64," + "A" * 200)

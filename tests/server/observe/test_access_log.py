@@ -17,7 +17,7 @@ class TestAccessLog:
         http = msgspec.structs.replace(config.http, access_log=True)
         return msgspec.structs.replace(config, http=http)
 
-    def test_every_answer_has_a_line_with_its_request(self, http: Any, caplog: Any) -> None:
+    def test_every_answer_is_logged_with_its_request(self, http: Any, caplog: Any) -> None:
         caplog.set_level(logging.INFO, "server.observe.access_log")
         headers = {"X-Request-Id": "abc", "Authorization": "Bearer secret"}
         http.post("/v1/completions?token=secret", {"prompt": "x"}, headers=headers)
@@ -33,7 +33,7 @@ class TestAccessLog:
         assert "\n" not in missing.getMessage()
         assert "secret" not in caplog.text
 
-    def test_a_probe_that_fails_has_a_line(self, http: Any, engines: Any, caplog: Any) -> None:
+    def test_failed_probe_is_logged(self, http: Any, engines: Any, caplog: Any) -> None:
         caplog.set_level(logging.INFO, "server.observe.access_log")
         engines.ready = False
         assert http.get("/ready").status_code == 503
@@ -41,7 +41,7 @@ class TestAccessLog:
         assert (failed.path, failed.status) == ("/ready", 503)
 
 
-def test_without_the_setting_there_is_none(http: Any, caplog: Any) -> None:
+def test_no_access_log_by_default(http: Any, caplog: Any) -> None:
     caplog.set_level(logging.DEBUG)
     http.get("/health")
     assert not [record for record in caplog.records if record.name == "server.observe.access_log"]
@@ -75,7 +75,7 @@ def test_busy_engines_have_a_line_with_their_rates() -> None:
     )
 
 
-def test_drafts_are_part_of_the_line_where_there_are_any() -> None:
+def test_drafts_are_logged_if_there_are_any() -> None:
     log = StatsLog()
     log.lines(view(stats(100)), 10.0)
     drafting = msgspec.structs.replace(
@@ -85,7 +85,7 @@ def test_drafts_are_part_of_the_line_where_there_are_any() -> None:
     assert str(line).endswith("prefix cache hits 0.0 %, draft tokens accepted 75.0 %")
 
 
-def test_idle_and_restarted_engines_have_none() -> None:
+def test_idle_and_restarted_engines_log_no_rates() -> None:
     log = StatsLog()
     log.lines(view(stats(200)), 10.0)
     assert log.lines(view(stats(200)), 20.0) == []

@@ -7,7 +7,7 @@ from server.observe.metric_factory import text_of
 from tests.server.observe.test_metrics import engine, view
 
 
-def test_engines_are_written_as_the_library_writes_them() -> None:
+def test_engine_series_are_formatted_like_the_library() -> None:
     setup = EngineSetup(100, 16, 512, "f", 8, True, 0.9, None, 1 << 30)
     shown = view(engine(0, running=3, setup=setup), engine(1, stats=None), engine(12, waiting=2))
     collector: Collector = EngineCollector(

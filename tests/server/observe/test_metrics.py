@@ -126,14 +126,14 @@ def test_requests_are_counted_and_timed(http: Any) -> None:
     assert value(text, "http_requests_total", endpoint=path, status="400") == 1
 
 
-def test_paths_that_there_are_not_make_no_series(http: Any) -> None:
+def test_unknown_paths_create_no_series(http: Any) -> None:
     for number in range(3):
         assert http.get(f"/scanned-{number}/.env").status_code == 404
         assert http.post(f"/v1/scanned-{number}", {}).status_code == 404
     assert "scanned" not in http.get("/metrics").text
 
 
-def test_answers_that_are_read_for_tool_calls_are_counted(http: Any) -> None:
+def test_parsed_tool_call_answers_are_counted(http: Any) -> None:
     turns = [{"role": "user", "content": "hello"}]
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     body = {"model": "tiny", "messages": turns, "max_tokens": 2}
@@ -181,7 +181,7 @@ def test_requests_that_waited_in_their_engine_show_as_queue_time(http: Any, engi
     assert value(text, "request_queue_time_seconds_bucket", engine="0", le="5.0") == 1
 
 
-def test_a_request_that_never_got_a_token_has_no_times_in_engines(http: Any, engines: Any) -> None:
+def test_request_without_tokens_has_no_engine_times(http: Any, engines: Any) -> None:
     engines.script = lambda stream: [RequestOutput(1, [], "error", error="out of luck")]
     http.post("/v1/completions", {"prompt": [5]})
     text = http.get("/metrics").text
@@ -190,9 +190,7 @@ def test_a_request_that_never_got_a_token_has_no_times_in_engines(http: Any, eng
     assert value(text, "prompt_tokens_total", engine="0") == 0
 
 
-def test_parameters_count_once_a_prompt_and_lengths_once_a_sequence(
-    http: Any, engines: Any
-) -> None:
+def test_parameters_count_per_prompt_and_lengths_per_sequence(http: Any, engines: Any) -> None:
     lengths = iter((2, 5, 3))
 
     def script(stream: Any) -> list[RequestOutput]:
@@ -213,7 +211,7 @@ def test_parameters_count_once_a_prompt_and_lengths_once_a_sequence(
     assert value(text, "prompt_tokens_total", engine="0") == 9
 
 
-def test_a_sequence_counts_for_the_engine_that_it_is_in(
+def test_sequence_counts_for_its_current_engine(
     front_end_metrics: FrontEndMetrics, engines: Any
 ) -> None:
     times = EngineTimes()
@@ -243,7 +241,7 @@ def test_times_to_first_token_are_summed_over_engines(front_end_metrics: FrontEn
     assert front_end_metrics.first_token_times()[1] == 2
 
 
-def test_what_the_engine_client_counts_is_shown(
+def test_engine_client_counters_are_exported(
     front_end_metrics: FrontEndMetrics, engines: Any
 ) -> None:
     front_end_metrics.count("routing_decisions", 1, "least_loaded")
@@ -267,7 +265,7 @@ def test_engines_that_measure_the_load_of_experts_show_it(http: Any, engines: An
     assert value(text, "expert_layers_moved_total", engine="1") == 6
 
 
-def test_every_process_shows_its_build_and_what_it_takes(http: Any, engines: Any) -> None:
+def test_every_process_reports_build_and_resource_usage(http: Any, engines: Any) -> None:
     use = ProcessUse(2.5, 3 << 20, 12, 1024, 1000.5)
     processes = [
         ProcessEntry("coordinator", "head", "0.1.0", 4, use),
@@ -292,7 +290,7 @@ def test_every_process_shows_its_build_and_what_it_takes(http: Any, engines: Any
     assert 'process="coordinator"' not in of_engine
 
 
-def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None:
+def test_engine_metrics_equal_the_view(http: Any, engines: Any) -> None:
     engines.view = view(
         engine(0, running=3, sleep_level=2),
         engine(1, waiting=5, deferred=2, restarts=1),
@@ -342,7 +340,7 @@ def test_engines_are_shown_as_the_view_has_them(http: Any, engines: Any) -> None
     assert value(text, "wave_wakeups_total", source="front_end") == 6
 
 
-def test_missing_and_starting_engines_are_counted_apart(http: Any, engines: Any) -> None:
+def test_missing_and_starting_engines_are_counted_separately(http: Any, engines: Any) -> None:
     loading = msgspec.structs.replace(engine(1, stats=None), ready=False)
     ends = msgspec.structs.replace(engine(2, stats=None), ready=False, draining=True)
     lost = MissingEngine(3, "silent", 75.0)
@@ -374,9 +372,7 @@ def test_the_kv_cache_of_an_engine_is_described(http: Any, engines: Any) -> None
     assert value(text, "cache_config_info", engine="3", **labels) == 1
 
 
-def test_tokens_of_a_cache_in_groups_are_those_that_every_group_holds(
-    http: Any, engines: Any
-) -> None:
+def test_token_capacity_of_grouped_cache_is_that_of_smallest_group(http: Any, engines: Any) -> None:
     setup = EngineSetup(300, 16, 512, "f", num_kv_blocks_set=100, num_cache_groups=3)
     engines.view = view(engine(3, setup=setup))
     labels = {
@@ -389,7 +385,7 @@ def test_tokens_of_a_cache_in_groups_are_those_that_every_group_holds(
     assert found.items() >= labels.items()
 
 
-def test_one_engine_can_be_read_alone(http: Any, engines: Any) -> None:
+def test_metrics_of_one_engine_can_be_read(http: Any, engines: Any) -> None:
     engines.view = view(engine(0, running=3), engine(1, running=4))
     text = http.get("/metrics/engine/1").text
     assert {dict(labels).get("engine") for _, labels in samples(text)} == {"1", None}
@@ -406,13 +402,13 @@ def test_one_engine_can_be_read_alone(http: Any, engines: Any) -> None:
     ("prefix", "name"),
     [("vllm:", "vllm:requests_resumed_total"), ("", "requests_resumed_total")],
 )
-def test_the_prefix_can_be_chosen(engines: Any, prefix: str, name: str) -> None:
+def test_metric_prefix_can_be_configured(engines: Any, prefix: str, name: str) -> None:
     config = FrontEndConfig(http=HttpConfig(metrics_prefix=prefix))
     text = FrontEndMetrics(config).render(engines).decode()
     assert re.search(rf"^{name}\{{", text, re.MULTILINE)
 
 
-def test_an_impossible_prefix_is_refused() -> None:
+def test_invalid_prefix_is_refused() -> None:
     with pytest.raises(ValueError, match="metrics prefix"):
         FrontEndMetrics(FrontEndConfig(http=HttpConfig(metrics_prefix="1 ")))
 
@@ -497,7 +493,7 @@ def test_a_scrape_does_not_hold_the_event_loop(
     takes_less_than(0.1, lambda: front_end_metrics.render(engines))
 
 
-def test_names_label_the_model(engines: Any) -> None:
+def test_model_label_is_the_served_name(engines: Any) -> None:
     config = FrontEndConfig(model=ModelConfig(model="org/name"))
     assert 'model_name="org/name"' in FrontEndMetrics(config).render(engines).decode()
 
@@ -513,7 +509,7 @@ def many_engines(number: int, hosts: list[str], api_hosts: list[str]) -> Cluster
     return msgspec.structs.replace(view(*engines), processes=names)
 
 
-def test_of_many_engines_each_is_shown_by_one_node(engines: Any) -> None:
+def test_each_engine_is_exported_by_one_node(engines: Any) -> None:
     api_hosts = ["a", "b"]
     engines.view = many_engines(30, ["a", "b", "c"], api_hosts)
     shown = []
@@ -532,7 +528,7 @@ def test_of_many_engines_each_is_shown_by_one_node(engines: Any) -> None:
     assert sorted(map(int, shown)) == list(range(30))
 
 
-def test_up_to_the_limit_all_engines_are_shown(engines: Any) -> None:
+def test_all_engines_up_to_the_limit_are_exported(engines: Any) -> None:
     engines.view = many_engines(30, ["a", "b", "c"], ["a", "b"])
     text = FrontEndMetrics(FrontEndConfig(http=HttpConfig(metrics_engines=30))).render(engines)
     assert len(re.findall(rb"engine_up\{", text)) == 30

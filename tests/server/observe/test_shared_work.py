@@ -8,7 +8,7 @@ import pytest
 from server.observe.shared_work import SHARE, SharedWork
 
 
-def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -> None:
+def test_slow_scrape_is_shared_and_does_not_block_event_loop() -> None:
     begun, go_on = threading.Event(), threading.Event()
     times = 0
 
@@ -33,7 +33,7 @@ def test_a_slow_scrape_does_not_stop_the_event_loop_and_is_done_once_for_all() -
     assert asyncio.run(ask()) == [1, 1, 1, 1, 2]
 
 
-def test_waiters_for_work_that_fails_get_the_error_and_the_next_call_retries() -> None:
+def test_failed_work_raises_for_all_waiters_and_next_call_retries() -> None:
     results: Iterator[Exception | int] = iter([ValueError("no file"), 7])
 
     def work() -> int:

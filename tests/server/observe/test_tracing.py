@@ -27,7 +27,7 @@ from server.observe.tracing import (
     request_tracer,
 )
 from server.router.generation_client import NoEngineAvailable
-from server.router.request import EngineStay, EngineTimes
+from server.router.request import EnginePeriod, EngineTimes
 from server.text.tokenizer import ServedTokenizer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -122,7 +122,7 @@ def test_a_span_contains_how_long_its_request_waited_and_computed(
     assert found["gen_ai.usage.cache_read.input_tokens"] == 1
 
 
-def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own(
+def test_each_engine_period_and_move_is_a_child_span(
     tracer: RequestTracer, collector: Collector
 ) -> None:
     arrived = time.monotonic()
@@ -133,7 +133,7 @@ def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own
     times.sent(2, arrived + 4.0)
     times.record_timing(RequestTiming(0.125, 0.25, 1.0), arrived + 6.0, last=True)
     times.ended(arrived + 6.0)
-    tracer.record(ended_request(stays=[times.stays]))
+    tracer.record(ended_request(engine_periods=[times.engine_periods]))
     tracer.close()
     spans = {each.name: each for each in collector.spans}
     request = spans.pop("chat tiny")
@@ -152,16 +152,16 @@ def test_each_engine_that_a_request_was_in_and_each_move_is_a_span_below_its_own
     assert second["gen_ai.latency.time_in_queue"] == 0.125
 
 
-def test_a_request_of_many_sequences_has_spans_for_the_engines_of_some_of_them(
+def test_engine_spans_of_many_sequences_are_limited(
     tracer: RequestTracer, collector: Collector
 ) -> None:
-    stays = [[EngineStay(0, 0.0, 1.0, None)] for _ in range(MAX_TRACED_SEQUENCES + 5)]
-    tracer.record(ended_request(stays=stays))
+    engine_periods = [[EnginePeriod(0, 0.0, 1.0, None)] for _ in range(MAX_TRACED_SEQUENCES + 5)]
+    tracer.record(ended_request(engine_periods=engine_periods))
     tracer.close()
     assert len(collector.spans) == 1 + MAX_TRACED_SEQUENCES
 
 
-def test_a_request_is_a_span_in_its_clients_trace(
+def test_request_is_a_span_in_trace_of_client(
     http: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "x-request-id": "mine"}
@@ -190,7 +190,7 @@ def test_a_request_is_a_span_in_its_clients_trace(
     assert 0 <= found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
 
 
-def test_streams_of_several_choices_are_one_span_with_one_per_engine_and_no_text(
+def test_stream_with_several_choices_is_one_span_without_text(
     http: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     http.stream(
@@ -210,7 +210,7 @@ def test_streams_of_several_choices_are_one_span_with_one_per_engine_and_no_text
         assert b"hello world" not in each.SerializeToString()
 
 
-def test_a_request_that_fails_says_so(
+def test_failed_request_has_error_status(
     http: Any, engines: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     engines.script = lambda stream: [NoEngineAvailable("gone")]
@@ -222,7 +222,7 @@ def test_a_request_that_fails_says_so(
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["error"]
 
 
-def test_a_lost_request_reports_how_long_it_had_computed(
+def test_lost_request_reports_computed_time(
     http: Any, engines: Any, tracer: RequestTracer, collector: Collector
 ) -> None:
     begun = RequestOutput(1, [5], timing=RequestTiming(queue=0.25, prefill=0.5, decode=0.0))
@@ -233,7 +233,7 @@ def test_a_lost_request_reports_how_long_it_had_computed(
     assert attributes(span)["gen_ai.latency.time_in_model_prefill"] == 0.5
 
 
-def test_without_an_endpoint_there_is_no_tracer_and_nothing_is_imported() -> None:
+def test_no_tracer_and_no_import_without_endpoint() -> None:
     assert request_tracer(None) is None
     code = "import sys, server.observe.tracing as _; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ def view(revision: int, *entries: AdapterEntry) -> AdaptersView:
     return AdaptersView(AdapterTable(revision, list(entries)), [])
 
 
-def test_only_what_is_served_may_be_named() -> None:
+def test_only_served_adapters_can_be_named() -> None:
     adapters = Adapters(0, 9)
     assert adapters.version("sql") is None
     adapters.take(
@@ -33,7 +33,7 @@ def test_only_what_is_served_may_be_named() -> None:
     assert [adapters.version(name) for name in ("sql", "law", "art")] == ["v1", None, None]
 
 
-def test_a_coordinator_that_knows_less_is_not_believed() -> None:
+def test_older_adapter_view_is_ignored() -> None:
     adapters = Adapters(0, 9)
     adapters.take(view(3, SQL))
     adapters.take(view(1))
@@ -43,7 +43,7 @@ def test_a_coordinator_that_knows_less_is_not_believed() -> None:
     assert adapters.version("sql") is None
 
 
-def test_the_coordinator_hears_of_each_change_at_once_and_of_all_again() -> None:
+def test_adapter_use_is_reported_on_change_and_repeated() -> None:
     adapters = Adapters(2, 9)
     assert adapters.notice(0.0) is None
     adapters.take(view(3, SQL))
@@ -61,7 +61,7 @@ def test_the_coordinator_hears_of_each_change_at_once_and_of_all_again() -> None
     assert adapters.notice(0.4 + REPEAT_INTERVAL) == AdaptersInUse(2, 9, 3)
 
 
-def test_an_engine_that_has_it_in_a_slot_is_preferred_where_loads_are_equal() -> None:
+def test_engine_with_resident_adapter_is_preferred_at_equal_load() -> None:
     loads = [EngineLoad(rank, requests, 0, 0, 0.0) for rank, requests in enumerate((2, 2, 3))]
     choice = Choice(0, "tie")
     assert with_adapter(choice, loads, {1}) == Choice(1, "adapter")

@@ -138,7 +138,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=300)
 @given(events=st.lists(EVENTS, max_size=40), asked=st.lists(TOKENS, max_size=6))
-def test_whatever_is_lost_or_late_a_front_end_ends_up_knowing_what_engines_would_find(
+def test_index_converges_despite_lost_or_late_messages(
     events: list[tuple[object, ...]], asked: list[list[int]]
 ) -> None:
     engines = Engines(2)
@@ -174,7 +174,7 @@ def followed(engines: Engines) -> Engines:
     return engines
 
 
-def test_blocks_are_named_as_engines_name_them_for_salts_adapters_and_images() -> None:
+def test_block_names_equal_those_of_engines_for_salts_adapters_and_images() -> None:
     engines = Engines(1)
     tokens, salt = list(range(9)), b"s" * 16
     image = EncoderInput(2, 4, b"i" * 16, 2, 2, b"")
@@ -193,7 +193,7 @@ def test_blocks_are_named_as_engines_name_them_for_salts_adapters_and_images() -
     assert engines.cached(request(tokens, encoder_inputs=[other])) == {}
 
 
-def test_a_request_that_moves_has_its_tokens_so_far_counted() -> None:
+def test_tokens_so_far_of_moved_request_count_as_prefix() -> None:
     engines = Engines(1)
     compute(engines.caches[0], list(range(9)))
     followed(engines)
@@ -201,7 +201,7 @@ def test_a_request_that_moves_has_its_tokens_so_far_counted() -> None:
     assert engines.cached(request([0, 1, 2]), [3, 4, 5, 6, 7]) == {0: 4}, "one is left to compute"
 
 
-def test_scores_of_the_prompt_have_all_of_it_computed() -> None:
+def test_prompt_logprobs_count_no_cached_tokens() -> None:
     engines = Engines(1)
     compute(engines.caches[0], list(range(9)))
     followed(engines)
@@ -212,7 +212,7 @@ def test_scores_of_the_prompt_have_all_of_it_computed() -> None:
     assert engines.cached(scored, [9]) == {0: 8}
 
 
-def test_an_engine_is_asked_once_until_it_answers_or_that_may_be_lost() -> None:
+def test_engine_is_queried_once_until_answer_or_timeout() -> None:
     engines = Engines(1)
     assert engines.queries_due() == [KvBlocksQuery(0, ALL_BLOCKS)]
     engines.deliver()
@@ -245,7 +245,7 @@ def test_an_engine_that_left_is_forgotten_and_frees_its_share() -> None:
     assert engines.cached(request(list(range(9)))) == {0: 8}
 
 
-def test_what_does_not_fit_is_taken_for_not_cached() -> None:
+def test_blocks_beyond_index_size_count_as_not_cached() -> None:
     engines = Engines(2, BlockIndex(0, 4))
     for kv in engines.caches:
         compute(kv, list(range(16)))
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_taken_for_not_cached() -> None:
     assert cached == {0: 8, 1: 8}
 
 
-def test_a_front_end_that_missed_too_much_gets_all_names_which_is_counted() -> None:
+def test_full_resend_after_missed_changes_is_counted() -> None:
     engines = Engines(1)
     followed(engines)
     assert engines.resyncs == 0
@@ -269,7 +269,7 @@ def test_a_front_end_that_missed_too_much_gets_all_names_which_is_counted() -> N
 @pytest.mark.parametrize(
     ("windows", "expected"), [((None, 6), {0: 8}), ((6, None), {0: 8}), ((6,), {0: 8})]
 )
-def test_of_several_groups_of_layers_the_one_that_keeps_all_is_followed(
+def test_index_follows_cache_group_without_window(
     windows: tuple[int | None, ...], expected: dict[int, int]
 ) -> None:
     engines = Engines(1)

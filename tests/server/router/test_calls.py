@@ -13,7 +13,7 @@ def begun(calls: UtilityCalls, call_id: int, rank: int | None, *incarnations: in
     return calls.begin(Call(call_id, rank, "sleep", {"level": 1}), routes)
 
 
-def test_answers_to_nobody_and_repeated_ones_change_nothing() -> None:
+def test_unknown_and_repeated_answers_change_nothing() -> None:
     calls = UtilityCalls(FRONT_END)
     begun(calls, 1, None, 10, 11)
     assert calls.answered(UtilityResult(9, 0)) == []

@@ -48,7 +48,7 @@ class Harness:
         return send
 
 
-def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_once() -> None:
+def test_request_to_paused_engines_sends_notice_and_wake_is_timed_once() -> None:
     played = Harness(10)
     actions = played.delivery.send(played.request(), 1.0)
     assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
@@ -58,7 +58,7 @@ def test_a_request_to_paused_engines_comes_with_a_notice_and_the_wake_is_timed_o
     assert all(not isinstance(a, Notify) for a in played.delivery.send(played.request(), 2.0))
 
 
-def test_a_request_that_moves_keeps_tokens_tenant_and_root_and_gets_a_new_id() -> None:
+def test_moved_request_keeps_tokens_tenant_and_root_with_new_id() -> None:
     played = Harness(10)
     request = played.request(tenant=77, cache_root=b"r" * 16)
     old = played.sent(request).message
@@ -73,7 +73,7 @@ def test_a_request_that_moves_keeps_tokens_tenant_and_root_and_gets_a_new_id() -
     assert list(played.delivery.in_flight) == [moved.id]
 
 
-def test_scores_of_the_prompt_are_asked_for_once() -> None:
+def test_prompt_logprobs_are_requested_once() -> None:
     played = Harness(10)
     request = played.request(
         sampling=SamplingParams(max_tokens=9, seed=1, prompt_logprobs=2, logprobs=3)
@@ -84,7 +84,7 @@ def test_scores_of_the_prompt_are_asked_for_once() -> None:
     assert (message.sampling.prompt_logprobs, message.sampling.logprobs) == (None, 3)
 
 
-def test_what_was_not_sent_is_on_no_engine_and_counts_nowhere() -> None:
+def test_unsent_request_is_on_no_engine_and_not_counted() -> None:
     played = Harness(10)
     request = played.request(exclusive_steps=8)
     send = played.sent(request)
@@ -107,7 +107,7 @@ def test_outputs_are_delivered_to_requests_of_their_engine_only() -> None:
     assert (here.output_token_ids, elsewhere.output_token_ids) == ([7], [])
 
 
-def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
+def test_outputs_after_gap_and_duplicates_are_not_delivered() -> None:
     played = Harness(10)
     request = played.request()
     played.sent(request)
@@ -117,7 +117,7 @@ def test_after_a_gap_and_for_the_second_time_nothing_is_delivered() -> None:
     assert request.output_token_ids == []
 
 
-def test_an_engine_is_ordered_to_drop_moved_requests_but_not_ended_ones() -> None:
+def test_moved_requests_are_aborted_on_engine_but_ended_ones_are_not() -> None:
     played = Harness(10)
     stale = [RequestOutput(1, [7]), RequestOutput(2, [7], "stop")]
     message = StepOutputs(stats(0, 10, 1), stale)
@@ -148,7 +148,7 @@ class Knows(BlockIndex):
         return self.cached
 
 
-def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once() -> None:
+def test_cached_tokens_decide_and_are_compared_once_with_engine_report() -> None:
     index = Knows(0, 100)
     index.cached = {1: 512}
     played = Harness(10, 11, index=index)
@@ -166,7 +166,7 @@ def test_what_is_cached_decides_and_is_compared_with_what_the_engine_found_once(
     assert outputs == [Deliver([(request, last)])]
 
 
-def test_of_a_pinned_request_nothing_is_expected() -> None:
+def test_no_cache_prediction_for_pinned_requests() -> None:
     index = Knows(0, 100)
     index.cached = {0: 512}
     played = Harness(10, 11, index=index)
@@ -177,7 +177,7 @@ def test_of_a_pinned_request_nothing_is_expected() -> None:
     assert outputs == [Deliver([(request, first)])]
 
 
-def test_nothing_is_aborted_where_nobody_can_be_reached() -> None:
+def test_nothing_is_aborted_on_unreachable_engines() -> None:
     played = Harness(10)
     request = played.request()
     played.sent(request)

@@ -219,7 +219,7 @@ async def world(
         context.destroy(linger=0)
 
 
-async def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one(
+async def test_client_is_first_ready_with_enough_engines_and_later_with_one(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, min_ready_engines=2) as w:
@@ -236,7 +236,7 @@ async def test_the_first_time_it_is_ready_when_enough_engines_are_later_with_one
         assert not w.client.ready
 
 
-async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
+async def test_first_requests_wait_until_all_serving_engines_are_reachable(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
@@ -254,9 +254,7 @@ async def test_the_first_requests_wait_until_all_engines_that_serve_are_reached(
 
 
 @pytest.mark.parametrize("cause", ["no engine serves", "it drains"])
-async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
-    tmp_path: Path, cause: str
-) -> None:
+async def test_first_requests_do_not_wait_for_absent_engines(tmp_path: Path, cause: str) -> None:
     async with world(tmp_path) as w:
         waiting = asyncio.create_task(w.client.wait_for_engines())
         await asyncio.sleep(0)
@@ -269,7 +267,7 @@ async def test_the_first_requests_do_not_wait_for_engines_that_are_not_there(
             await waiting
 
 
-async def test_requests_are_held_where_engines_come_when_they_are_needed(tmp_path: Path) -> None:
+async def test_requests_are_held_if_engines_start_on_demand(tmp_path: Path) -> None:
     async with world(tmp_path, cold_start_timeout=GUARD) as w:
         w.publish()
         assert w.client.ready, "a load balancer has to send it requests"
@@ -290,7 +288,7 @@ async def test_requests_are_held_where_engines_come_when_they_are_needed(tmp_pat
             assert not w.client.ready
 
 
-async def test_a_request_that_was_held_for_too_long_is_refused_and_others_at_once(
+async def test_request_held_too_long_is_refused_and_later_ones_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "MAX_HELD", 1)
@@ -305,7 +303,7 @@ async def test_a_request_that_was_held_for_too_long_is_refused_and_others_at_onc
             await first
 
 
-async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Path) -> None:
+async def test_requests_cut_by_shutdown_end_with_an_error(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engines = await w.two_engines()
         streams = [w.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
@@ -323,7 +321,7 @@ async def test_what_a_shutdown_does_not_wait_for_ends_with_an_error(tmp_path: Pa
                 ask()
 
 
-async def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) -> None:
+async def test_requests_are_spread_over_engines_and_outputs_merged(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engines = await w.two_engines()
         streams = [w.submit(f"r{i}", [1, 2, 3], GREEDY) for i in range(2)]
@@ -343,9 +341,7 @@ async def test_requests_go_to_both_engines_and_come_back_merged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["last words", "view", "unreachable"])
-async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
-    tmp_path: Path, how: str
-) -> None:
+async def test_request_moves_with_its_tokens_when_engine_dies(tmp_path: Path, how: str) -> None:
     async def provoke(w: World) -> None:
         # Sending to a disconnected peer fails as soon as the disconnect is detected.
         async with asyncio.timeout(GUARD):
@@ -388,7 +384,7 @@ async def test_a_request_moves_on_with_its_tokens_when_its_engine_dies(
         assert took.decode > 0.5
 
 
-async def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> None:
+async def test_moved_request_counts_with_all_its_tokens(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engines = await w.two_engines()
         stream = w.submit("a", [1, 2], GREEDY)
@@ -403,7 +399,7 @@ async def test_a_moved_request_weighs_with_all_its_tokens(tmp_path: Path) -> Non
         assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
 
 
-async def test_an_engine_that_had_dropped_this_front_end_gets_its_requests_again(
+async def test_requests_are_resent_to_engine_that_dropped_front_end(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
@@ -438,7 +434,7 @@ async def test_a_utility_call_gathers_the_answers_of_all_engines(tmp_path: Path)
         assert all(result.result == {"is_sleeping": True} for result in results)
 
 
-async def test_a_utility_call_to_one_engine_goes_there_or_nowhere(tmp_path: Path) -> None:
+async def test_utility_call_to_one_engine_is_not_rerouted(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         first, second = await w.two_engines()
         call = asyncio.create_task(w.client.call_utility(1, "info", {}))
@@ -452,7 +448,7 @@ async def test_a_utility_call_to_one_engine_goes_there_or_nowhere(tmp_path: Path
             await w.client.call_utility(7, "info", {})
 
 
-async def test_an_engine_that_does_not_answer_a_utility_call_is_answered_for(
+async def test_utility_call_without_answer_times_out(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
@@ -470,7 +466,7 @@ async def test_an_engine_that_does_not_answer_a_utility_call_is_answered_for(
         assert "died" in (results[1].error or "")
 
 
-async def test_nobody_can_be_called_before_an_engine_joins(tmp_path: Path) -> None:
+async def test_utility_call_fails_before_an_engine_joins(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         with pytest.raises(NoEngineAvailable, match="no engine can be called"):
             await w.client.call_utility(None, "info", {})
@@ -496,7 +492,7 @@ async def test_a_request_is_repeated_until_the_coordinator_has_answered(
         assert not played.client._operator_requests
 
 
-async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
+async def test_malformed_messages_are_harmless(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engine = await w.one_engine()
         stream = w.submit("a", [1], GREEDY)
@@ -509,7 +505,7 @@ async def test_malformed_messages_harm_nobody(tmp_path: Path) -> None:
         assert w.client._outputs.dropped == 4
 
 
-async def test_an_engine_gets_its_confirmation_as_soon_as_requests_are_routed_to_it(
+async def test_engine_is_confirmed_once_requests_are_routed_to_it(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
@@ -531,7 +527,7 @@ async def test_an_engine_gets_its_confirmation_as_soon_as_requests_are_routed_to
         assert engine.silent(), "another incarnation is not routed to"
 
 
-async def test_images_of_megabytes_arrive_whole_and_again_at_the_next_engine(
+async def test_large_images_arrive_complete_and_again_on_next_engine(
     tmp_path: Path,
 ) -> None:
     pixels = bytes(range(256)) * (3 << 12)

@@ -2,7 +2,7 @@ from engine.shared.messages import RequestTiming
 from server.router.request import EngineTimes
 
 
-def test_one_engine_says_it_all() -> None:
+def test_timing_of_single_engine_is_as_reported() -> None:
     times = EngineTimes()
     times.sent(2, 100.0)
     times.record_timing(RequestTiming(1.0, 2.0), 104.0, last=False)
@@ -24,7 +24,7 @@ def test_a_request_that_moved_sums_its_parts() -> None:
     assert times.ended(20.0) == RequestTiming(1.0 + 1.0 + 0.25, 2.0 + 0.5, 5.0 + 8.0, 3)
 
 
-def test_an_engine_that_was_lost_before_its_first_output_was_a_queue() -> None:
+def test_time_on_engine_lost_before_output_counts_as_queue_time() -> None:
     times = EngineTimes()
     times.sent(0, 0.0)
     times.left(7.0)
@@ -33,14 +33,14 @@ def test_an_engine_that_was_lost_before_its_first_output_was_a_queue() -> None:
     assert times.ended(8.0) == RequestTiming(7.5, 0.25, 0.0)
 
 
-def test_a_request_that_nobody_wanted_to_the_end_decoded_until_then() -> None:
+def test_aborted_request_counts_decode_time_until_abort() -> None:
     times = EngineTimes()
     times.sent(0, 0.0)
     times.record_timing(RequestTiming(1.0, 2.0), 3.0, last=False)
     assert times.ended(9.0) == RequestTiming(1.0, 2.0, 6.0)
 
 
-def test_a_request_given_up_in_the_queue_has_no_times() -> None:
+def test_request_aborted_in_queue_has_no_times() -> None:
     times = EngineTimes()
     times.sent(0, 0.0)
     assert times.ended(9.0) is None

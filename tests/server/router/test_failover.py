@@ -64,7 +64,7 @@ def test_a_request_that_waits_too_long_fails() -> None:
     assert not played.delivery.in_flight
 
 
-def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
+def test_failed_send_keeps_original_waiting_time() -> None:
     played = Harness(10)
     request = played.request()
     played.die(0, 10, now=1.0)
@@ -75,9 +75,7 @@ def test_what_could_not_be_sent_goes_on_waiting_since_it_began_to() -> None:
     assert played.failover.waiting == {request: 1.0}
 
 
-def test_an_unreachable_engine_is_ordered_to_drop_moved_requests_and_may_have_died_of_them() -> (
-    None
-):
+def test_unreachable_engine_gets_aborts_and_counts_as_possible_death() -> None:
     played = Harness(10, 11)
     request = played.request(pinned_rank=None)
     assert request.engine is not None
@@ -91,7 +89,7 @@ def test_an_unreachable_engine_is_ordered_to_drop_moved_requests_and_may_have_di
     assert not request.suspicion.in_doubt
 
 
-def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
+def test_lost_messages_are_resent_to_same_engine() -> None:
     played = Harness(10)
     request = played.request()
     old = request.id
@@ -103,7 +101,7 @@ def test_messages_that_were_lost_are_sent_again_to_the_same_engine() -> None:
     assert played.known.requests() == [1], "the lost one counts no more"
 
 
-def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
+def test_image_is_sent_once_and_again_after_lost_messages() -> None:
     played = Harness(10)
     setup = replace(known_engines.setup(), images=True, image_window=100)
     [route] = played.members.routes.values()
@@ -131,7 +129,7 @@ def test_an_image_crosses_once_and_again_after_messages_were_lost() -> None:
     assert crossing(played.failover.resend((0, 10), 1.0)) == [[b"pixels"], [b""]]
 
 
-def test_a_silence_that_a_successor_ends_was_a_death() -> None:
+def test_silence_followed_by_successor_counts_as_death() -> None:
     played = Harness(10, 11)
     request = played.request()
     assert request.engine is not None
@@ -145,7 +143,7 @@ def test_a_silence_that_a_successor_ends_was_a_death() -> None:
     assert request.suspicion.died_on == {(rank, incarnation)}
 
 
-def test_a_suspect_that_nobody_can_try_is_given_up() -> None:
+def test_suspect_without_possible_trial_fails() -> None:
     played = Harness(10, max_resumes=0)
     request = played.request()
     played.die(0, 10)

@@ -16,7 +16,7 @@ def test_a_halted_engine_gets_no_new_requests_while_another_can_run_them() -> No
     assert cluster.submit("after").request.rank == 0
 
 
-def test_requests_wait_while_all_engines_are_halted_and_run_when_one_goes_on() -> None:
+def test_requests_wait_while_all_engines_are_halted_until_one_resumes() -> None:
     cluster = Cluster(0, 1, resume_timeout=3.0)
     for engine in cluster.engines.values():
         cluster.send_outputs(engine, halted=True)
@@ -29,7 +29,7 @@ def test_requests_wait_while_all_engines_are_halted_and_run_when_one_goes_on() -
     assert {stream.request.rank for stream in streams} == {1}
 
 
-def test_what_a_halted_engine_holds_waits_there() -> None:
+def test_requests_on_halted_engine_wait_there() -> None:
     cluster = Cluster(0, 1)
     stream = cluster.submit("a")
     engine = cluster.runs(stream)
@@ -40,7 +40,7 @@ def test_what_a_halted_engine_holds_waits_there() -> None:
     assert cluster.runs(stream) is engine
 
 
-def test_what_a_halted_engine_holds_moves_on_the_operators_word_and_no_death_is_counted() -> None:
+def test_requests_on_halted_engine_move_on_operator_request_without_death() -> None:
     cluster = Cluster(0, 1)
     streams = [cluster.submit(str(number)) for number in range(4)]
     halted, other = cluster.engines[0], cluster.engines[1]
@@ -53,7 +53,7 @@ def test_what_a_halted_engine_holds_moves_on_the_operators_word_and_no_death_is_
     assert not any(stream.request.suspicion.died_on for stream in streams)
 
 
-def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over() -> None:
+def test_requests_stay_if_no_other_engine_is_available() -> None:
     cluster = Cluster(0, 1)
     streams = [cluster.submit(str(number)) for number in range(2)]
     for engine in cluster.engines.values():
@@ -65,7 +65,7 @@ def test_requests_stay_where_they_are_while_no_other_engine_can_take_them_over()
     assert {stream.request.rank for stream in streams} == {0}
 
 
-def test_a_pinned_request_waits_for_its_rank_and_runs_nowhere_else() -> None:
+def test_pinned_request_waits_for_its_rank() -> None:
     cluster = Cluster(0, 1)
     stream = cluster.submit("a", pinned_rank=1)
     cluster.send_outputs(cluster.engines[1], RequestOutput(stream.request.id, [7]))
@@ -87,7 +87,7 @@ def test_a_pinned_request_whose_send_fails_waits_for_its_rank() -> None:
     assert cluster.runs(stream) is cluster.engines[1]
 
 
-def test_a_pinned_request_whose_rank_does_not_come_back_fails_and_says_which() -> None:
+def test_pinned_request_to_absent_rank_fails_naming_it() -> None:
     cluster = Cluster(0, 1, resume_timeout=3.0)
     stream = cluster.submit("a", pinned_rank=1)
     cluster.die(cluster.engines[1])

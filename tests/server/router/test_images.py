@@ -47,7 +47,7 @@ class Resizing(SomeSee):
         return msgspec.structs.replace(super().setup_of(rank), whole_images=True)
 
 
-def test_a_request_with_an_image_goes_to_an_engine_that_takes_images() -> None:
+def test_request_with_image_goes_to_engine_with_vision() -> None:
     cluster = SomeSee(0, 1, 2, seeing=[1])
     for name in ("a", "b", "c"):
         cluster.submit(name, encoder_inputs=[image()])
@@ -68,12 +68,12 @@ def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
     assert message.encoder_inputs == [image()]
 
 
-def test_engines_say_whether_they_resize_images_themselves() -> None:
-    assert not SomeSee(0, seeing=[0]).router.members.wants_whole_images
-    assert Resizing(0, seeing=[0]).router.members.wants_whole_images
+def test_engines_report_whether_they_resize_images() -> None:
+    assert not SomeSee(0, seeing=[0]).router.members.needs_original_images
+    assert Resizing(0, seeing=[0]).router.members.needs_original_images
 
 
-def test_a_request_with_an_image_waits_for_an_engine_that_takes_images() -> None:
+def test_request_with_image_waits_for_engine_with_vision() -> None:
     cluster = SomeSee(0, seeing=[1])
     assert not cluster.router.members.serves_images
     cluster.submit("a", encoder_inputs=[image()])
@@ -87,7 +87,7 @@ def routed(*inputs: EncoderInput) -> RoutedRequest:
     return RoutedRequest(AddRequest(1, "a", 0, 0, tokens, GREEDY, encoder_inputs=list(inputs)))
 
 
-def test_prompts_begin_alike_only_if_their_images_are_the_same() -> None:
+def test_prompts_share_prefix_only_with_equal_images() -> None:
     policy = PrefixAffinity()
     loads = [EngineLoad(rank, 0, 0, 0, 0.0) for rank in range(4)]
     cat, dog = image(b"c" * 16), image(b"d" * 16)
@@ -97,7 +97,7 @@ def test_prompts_begin_alike_only_if_their_images_are_the_same() -> None:
     assert policy.choose(loads, routed().shown_token_ids).reason == "prefix_hash"
 
 
-def test_a_later_image_leaves_what_is_before_it_alike() -> None:
+def test_later_image_does_not_change_earlier_prefix() -> None:
     later = image(position=AFFINITY_BLOCK)
     shown, plain = routed(later).shown_token_ids, routed().shown_token_ids
     assert shown[:AFFINITY_BLOCK] == plain[:AFFINITY_BLOCK]

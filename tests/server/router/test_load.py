@@ -31,7 +31,7 @@ def test_a_burst_is_counted_before_any_stats_show_it() -> None:
     assert [load.prefill_tokens for load in known.all()] == [350, 350]
 
 
-def test_a_snapshot_does_not_overwrite_what_it_has_not_seen() -> None:
+def test_snapshot_does_not_hide_unreceived_sends() -> None:
     known = Known(10)
     for _ in range(5):
         known.sent(0, prompt_tokens=10)
@@ -42,7 +42,7 @@ def test_a_snapshot_does_not_overwrite_what_it_has_not_seen() -> None:
     assert load.prefill_tokens == 20
 
 
-def test_what_a_restarted_front_end_of_my_number_had_sent_is_not_mine() -> None:
+def test_sends_of_predecessor_front_end_are_not_counted() -> None:
     known = Known(10)
     known.sent(0, prompt_tokens=10)
     predecessor = Received(ME, MY_INCARNATION - 1, requests=99, prompt_tokens=990)
@@ -50,7 +50,7 @@ def test_what_a_restarted_front_end_of_my_number_had_sent_is_not_mine() -> None:
     assert known.requests() == [1]
 
 
-def test_older_stats_are_ignored_wherever_they_come_from() -> None:
+def test_older_stats_are_ignored_from_any_source() -> None:
     known = Known(10)
     known.observe(stats(0, 10, 5, running=2), now=1.0)
     known.observe(stats(0, 10, 4, running=9), now=2.0)
@@ -58,7 +58,7 @@ def test_older_stats_are_ignored_wherever_they_come_from() -> None:
     assert known.members.stats_age(3.0) == {0: 2.0}
 
 
-def test_an_engine_that_was_only_silent_comes_back_with_its_route_and_counts() -> None:
+def test_silent_engine_returns_with_its_route_and_counts() -> None:
     known = Known(10)
     for _ in range(5):
         known.sent(0, prompt_tokens=10)
@@ -90,9 +90,7 @@ def test_front_ends_of_one_node_see_each_others_unreceived_sends(tmp_path: Path)
 
 
 @given(st.lists(st.integers(min_value=0, max_value=3), min_size=1, max_size=60), st.data())
-def test_load_is_exact_whatever_the_engine_has_received(
-    sends: list[int], data: st.DataObject
-) -> None:
+def test_load_is_exact_for_any_received_count(sends: list[int], data: st.DataObject) -> None:
     known = Known(10, 11, 12, 13)
     sent = [0, 0, 0, 0]
     running = [0, 0, 0, 0]
@@ -107,7 +105,7 @@ def test_load_is_exact_whatever_the_engine_has_received(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_ties_go_round_within_the_tied_tier_only(count: int) -> None:
+def test_ties_rotate_only_within_the_tied_tier(count: int) -> None:
     known = Known(*range(10, 10 + count + 1))
     for _ in range(3):
         known.sent(0, prompt_tokens=1)
@@ -116,7 +114,7 @@ def test_ties_go_round_within_the_tied_tier_only(count: int) -> None:
     assert sorted(choice.rank for choice in chosen) == sorted(2 * list(range(1, count + 1)))
 
 
-def test_front_ends_of_other_nodes_are_those_that_the_table_does_not_hold(tmp_path: Path) -> None:
+def test_front_ends_missing_in_table_are_on_other_nodes(tmp_path: Path) -> None:
     create_load_table(tmp_path / "loads", 2)
     of_two = Loads(ME, MY_INCARNATION, 5.0, LoadTable(tmp_path / "loads", 0))
     alone = Loads(ME, MY_INCARNATION, 5.0, None)
@@ -129,7 +127,7 @@ def test_front_ends_of_other_nodes_are_those_that_the_table_does_not_hold(tmp_pa
     assert unseen == [4, 5, 0]
 
 
-def test_the_load_follows_every_send_of_a_neighbour_and_of_its_successor(tmp_path: Path) -> None:
+def test_load_follows_sends_of_neighbour_and_its_successor(tmp_path: Path) -> None:
     create_load_table(tmp_path / "loads", num_front_ends=2)
     mine = Known(10, table=LoadTable(tmp_path / "loads", 0))
     peers = LoadTable(tmp_path / "loads", 1)
@@ -143,7 +141,7 @@ def test_the_load_follows_every_send_of_a_neighbour_and_of_its_successor(tmp_pat
     assert mine.requests() == [3 + 3], "as many, but of another process, which nobody has received"
 
 
-def test_what_could_not_be_sent_is_not_counted() -> None:
+def test_failed_sends_are_not_counted() -> None:
     known = Known(10)
     known.sent(0, prompt_tokens=7)
     known.loads.send_failed(known.members.routes[0], prompt_tokens=7)
@@ -153,7 +151,7 @@ def test_what_could_not_be_sent_is_not_counted() -> None:
         assert not known.observe(stats(0, 10, version, received=(seen,)), float(version))
 
 
-def test_a_message_that_never_came_is_missed_and_a_repeated_one_is_known() -> None:
+def test_missing_and_repeated_messages_are_detected() -> None:
     known = Known(10)
 
     def arrived(outputs: int) -> int:
@@ -167,7 +165,7 @@ def test_a_message_that_never_came_is_missed_and_a_repeated_one_is_known() -> No
 
 
 @pytest.mark.parametrize("what", ["request", "outputs"])
-def test_what_stays_missing_for_a_grace_was_lost(what: str) -> None:
+def test_messages_missing_for_grace_period_are_lost(what: str) -> None:
     known = Known(10)
     known.sent(0, 8)
     requests, outputs = (0, 0) if what == "request" else (1, 1)
@@ -179,7 +177,7 @@ def test_what_stays_missing_for_a_grace_was_lost(what: str) -> None:
     assert [load.requests for load in known.all()] == [0]
 
 
-def test_what_was_taken_for_lost_and_arrives_is_not_counted_against_later_requests() -> None:
+def test_late_messages_do_not_count_against_later_requests() -> None:
     known = Known(10)
     known.sent(0, 8)
     known.loads.forget_unreceived(known.members.routes[0])

@@ -39,13 +39,13 @@ def test_the_greeting_of_a_predecessor_opens_no_route() -> None:
     assert open_ranks(members) == []
 
 
-def test_an_engine_that_left_is_lost_with_its_incarnation() -> None:
+def test_departed_engine_is_lost_with_its_incarnation() -> None:
     members = members_of(10, 11)
     assert members.take_view(view(2, entry(1, 11)), now=1.0) == [EngineLost(0, 10)]
     assert open_ranks(members) == [1]
 
 
-def test_a_view_that_is_not_newer_is_no_news_but_for_another_coordinator() -> None:
+def test_only_newer_views_or_other_coordinators_are_accepted() -> None:
     members = members_of(10)
     assert not members.is_newer(view(1))
     assert members.is_newer(view(2))
@@ -76,7 +76,7 @@ def test_prefill_engines_are_known_until_they_leave() -> None:
     assert not members.has_prefill_engines
 
 
-def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
+def test_routes_are_ordered_by_rank() -> None:
     members = members_of(10, 11)
     members.take_view(view(2, entry(1, 11)), now=1.0)
     receive_hello(members, 0, 20, now=1.0)
@@ -84,7 +84,7 @@ def test_routes_are_in_the_order_of_ranks_whoever_came_first() -> None:
     assert open_ranks(members) == [0, 1]
 
 
-def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> None:
+def test_unreachable_engine_is_reported_once_until_next_hello() -> None:
     members = members_of(10)
     assert members.mark_unreachable(0, 9) == []
     assert members.mark_unreachable(0, 10) == [EngineLost(0, 10)]
@@ -95,7 +95,7 @@ def test_an_engine_that_cannot_be_reached_is_so_once_until_it_says_hello() -> No
     assert members.has_engines
 
 
-def test_a_loss_says_which_request_ran_alone_there() -> None:
+def test_loss_reports_exclusive_request_of_engine() -> None:
     members = members_of(10)
     take_stats(members, msgspec.structs.replace(stats(0, 10, 1), exclusive_request=7))
     assert members.died(0, 10) == [EngineLost(0, 10, exclusive_request=7)]
@@ -119,7 +119,7 @@ def test_an_engine_found_dead_stays_dead_until_it_is_replaced() -> None:
     assert members.ready
 
 
-def test_a_restarted_coordinator_that_knows_no_engine_yet_takes_none_away() -> None:
+def test_empty_view_of_restarted_coordinator_removes_no_engine() -> None:
     members = members_of(10, 11)
     assert members.take_view(view(1, epoch=2), now=1.0) == []
     assert open_ranks(members) == [0, 1]
@@ -129,7 +129,7 @@ def test_a_restarted_coordinator_that_knows_no_engine_yet_takes_none_away() -> N
     assert open_ranks(members) == [0]
 
 
-def test_an_engine_stays_ready_while_a_restarted_coordinator_learns_of_it() -> None:
+def test_engine_stays_ready_during_coordinator_restart() -> None:
     members = members_of(10)
     registers = entry(0, 10, ready=False)
     assert members.take_view(view(1, registers, entry(1, 11, ready=False), epoch=2), now=1.0) == []
@@ -142,7 +142,7 @@ def test_an_engine_stays_ready_while_a_restarted_coordinator_learns_of_it() -> N
     assert open_ranks(members) == []
 
 
-def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so() -> None:
+def test_draining_engine_gets_no_requests_without_coordinator() -> None:
     members = members_of(10, 11)
     receive_hello(members, 0, 10, drains=True)
     assert open_ranks(members) == [1]
@@ -161,7 +161,7 @@ def test_an_engine_that_drains_takes_nothing_new_though_no_coordinator_says_so()
     assert open_ranks(members) == [0, 1], "its successor does not drain"
 
 
-def test_an_engine_that_is_heard_is_kept_however_late_a_new_coordinator_learns_of_it() -> None:
+def test_active_engine_is_kept_until_new_coordinator_lists_it() -> None:
     members = members_of(10)
     for now in (1.0, 3.0, 5.0, 7.0, 9.0):
         assert members.take_view(view(int(now), epoch=2), now) == []
@@ -172,7 +172,7 @@ def test_an_engine_that_is_heard_is_kept_however_late_a_new_coordinator_learns_o
     assert members.expire(14.5) == [EngineLost(0, 10, was_silent=True)]
 
 
-def test_a_front_end_that_was_held_up_reads_what_a_restarted_coordinator_says_first() -> None:
+def test_stalled_front_end_reads_pending_views_before_expiring_engines() -> None:
     members = members_of(10)
     members.take_view(view(1, epoch=2), now=1.0)
     assert members.take_view(view(2, epoch=2), now=60.0) == []
@@ -189,7 +189,7 @@ def test_a_successor_is_not_ready_because_its_predecessor_was() -> None:
     assert not members.ready
 
 
-def test_paused_is_believed_only_when_nothing_contradicts_it() -> None:
+def test_paused_state_requires_no_contradicting_stats() -> None:
     members = members_of(10)
     assert members.paused
     take_stats(members, stats(0, 10, 1, running=1))
@@ -200,7 +200,7 @@ def test_paused_is_believed_only_when_nothing_contradicts_it() -> None:
     assert not members.paused
 
 
-def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
+def test_engines_out_of_scope_are_ignored() -> None:
     members = Members(MY_INCARNATION, 5.0, Scope(rank=1))
     for rank in (0, 1):
         receive_hello(members, rank, rank + 10)
@@ -213,7 +213,7 @@ def test_engines_beyond_reach_do_not_exist_for_a_front_end() -> None:
     assert not members.ready
 
 
-def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> None:
+def test_silent_engine_is_unreachable_until_next_hello() -> None:
     members = members_of(10, 11)
     for now in (1.0, 2.0, 3.0, 4.0, 5.0):
         assert members.find_silent(now) == []
@@ -225,7 +225,7 @@ def test_an_engine_that_is_not_heard_is_out_of_reach_until_it_greets_again() -> 
     assert open_ranks(members) == [0, 1]
 
 
-def test_a_front_end_that_was_held_up_itself_takes_nobody_for_silent() -> None:
+def test_stalled_front_end_considers_no_engine_silent() -> None:
     members = members_of(10)
     members.find_silent(1.0)
     assert members.find_silent(30.0) == []

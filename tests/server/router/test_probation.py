@@ -14,7 +14,7 @@ def suspect(id_: int, *deaths: tuple[int, int]) -> RoutedRequest:
     return request
 
 
-def test_a_possible_suspect_waits_until_that_is_known_unless_it_is_on_trial() -> None:
+def test_possible_suspect_waits_for_certainty_unless_on_trial() -> None:
     probation = Probation(max_resumes=1, patience=9.0)
     request = suspect(1, (0, 1))
     assert probation.may_run(request)
@@ -36,7 +36,7 @@ def test_trials_rotate_and_skip_requests_in_doubt() -> None:
     assert probation.next() is third
 
 
-def test_an_engine_that_is_heard_again_has_not_died() -> None:
+def test_engine_heard_again_has_not_died() -> None:
     suspicion = Suspicion()
     suspicion.left(HERE, was_silent=False)
     suspicion.exclusive_on = HERE

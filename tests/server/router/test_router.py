@@ -103,7 +103,7 @@ def test_waking_paused_engines_notifies_the_coordinator_and_is_timed() -> None:
         (5, NoSuchEngine, "there is no engine 5"),
     ],
 )
-def test_what_nobody_can_serve_is_refused(
+def test_request_that_no_engine_can_serve_is_refused(
     pinned_rank: int | None, error: type[Exception], why: str
 ) -> None:
     router = with_engines(10)
@@ -116,7 +116,7 @@ def test_what_nobody_can_serve_is_refused(
 
 
 @pytest.mark.parametrize("pinned_rank", [None, 0])
-def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
+def test_later_sequences_wait_if_all_engines_die_at_start(
     pinned_rank: int | None,
 ) -> None:
     router = with_engines(10)
@@ -131,7 +131,7 @@ def test_later_sequences_wait_when_all_engines_die_as_their_request_begins(
     assert [each.message for each in sent] == [first.message, later.message]
 
 
-def test_a_request_that_is_closed_is_aborted_once() -> None:
+def test_closed_request_is_aborted_once() -> None:
     router = with_engines(10)
     request = submitted(router)
     assert router.handle(Close(request), 1.0) == [
@@ -140,7 +140,7 @@ def test_a_request_that_is_closed_is_aborted_once() -> None:
     assert router.handle(Close(request), 1.0) == []
 
 
-def test_what_could_not_be_sent_goes_to_the_next_engine_and_nobody_is_suspected() -> None:
+def test_failed_send_goes_to_next_engine_without_suspicion() -> None:
     router = with_engines(10, 11)
     request = new_request()
     [first] = sends(router.handle(Submit(request), 0.0))
@@ -152,7 +152,7 @@ def test_what_could_not_be_sent_goes_to_the_next_engine_and_nobody_is_suspected(
     assert router.failover.waiting == {request: 0.0}
 
 
-def test_sends_that_fail_together_suspect_only_what_ran_there_before() -> None:
+def test_failed_sends_suspect_only_requests_already_running_there() -> None:
     router = with_engines(10)
     before = submitted(router)
     router.handle(EngineDead(0, 9, "a predecessor's"), 0.0)
@@ -173,7 +173,7 @@ MOVED: dict[str, Event] = {
 
 
 @pytest.mark.parametrize("how", MOVED)
-def test_each_event_that_takes_an_engine_away_moves_its_requests(how: str) -> None:
+def test_every_loss_of_an_engine_moves_its_requests(how: str) -> None:
     router = with_engines(10, 11)
     requests = [submitted(router) for _ in range(4)]
     there = [request for request in requests if request.rank == 0]
@@ -184,7 +184,7 @@ def test_each_event_that_takes_an_engine_away_moves_its_requests(how: str) -> No
     assert not {request.id for request in there} & set(ids)
 
 
-def test_silence_moves_requests_with_the_tick_that_notices_it() -> None:
+def test_silence_moves_requests_on_the_detecting_tick() -> None:
     router = with_engines(10, 11)
     requests = [submitted(router) for _ in range(2)]
     moved: list[Action] = []
@@ -195,7 +195,7 @@ def test_silence_moves_requests_with_the_tick_that_notices_it() -> None:
     assert {request.rank for request in requests} == {1}
 
 
-def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
+def test_successor_in_same_view_gets_requests_of_predecessor() -> None:
     router = with_engines(10)
     request = submitted(router)
     router.handle(EngineHello(b"20", RouteHello(0, 20, 1)), 1.0)
@@ -203,7 +203,7 @@ def test_a_successor_takes_what_its_predecessor_had_in_one_view() -> None:
     assert (send.to, request.engine) == (b"20", (0, 20))
 
 
-def test_an_engine_gets_its_confirmation_once_requests_can_be_routed_to_it() -> None:
+def test_engine_is_confirmed_once_requests_can_be_routed_to_it() -> None:
     router = new_router()
     wants_reply = RouteHello(0, 10, 4, wants_reply=True)
     assert router.handle(EngineHello(b"x", wants_reply), 0.0) == []
@@ -215,7 +215,7 @@ def test_an_engine_gets_its_confirmation_once_requests_can_be_routed_to_it() -> 
     ]
 
 
-def test_a_view_that_is_known_changes_nothing() -> None:
+def test_known_view_changes_nothing() -> None:
     router = with_engines(10)
     submitted(router)
     assert router.handle(view(1), 1.0) == []
@@ -233,7 +233,7 @@ def test_callers_of_an_engine_that_dies_are_answered_by_incarnation() -> None:
     assert [result.error for result in answer.results] == [None, "engine 1 died before it answered"]
 
 
-def test_calls_end_with_the_view_the_failed_send_or_the_clock() -> None:
+def test_calls_end_on_engine_loss_failed_send_or_timeout() -> None:
     router = with_engines(10, 11, 12)
     calls = {rank: sends(router.handle(Call(rank, rank, "info", {}), 0.0)) for rank in range(3)}
     by_view = router.handle(view(2, entry(1, 11), entry(2, 12), running=True), 0.0)

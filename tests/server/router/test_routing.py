@@ -65,7 +65,7 @@ def test_least_loaded_weighs_queued_tokens_and_memory_pressure() -> None:
     assert policy.choose([pressed, load(1, 6)]).rank == 1
 
 
-def test_round_robin_takes_turns_by_rank_while_engines_come_and_go() -> None:
+def test_round_robin_rotates_by_rank_while_engines_change() -> None:
     policy = RoundRobin()
     four = [load(rank) for rank in range(4)]
     assert [policy.choose(four).rank for _ in range(5)] == [0, 1, 2, 3, 0]
@@ -83,7 +83,7 @@ def test_power_of_two_avoids_the_fullest_and_spreads_over_all() -> None:
 
 
 class TestPrefixAffinity:
-    def test_prompts_of_different_roots_are_not_taken_for_alike(self) -> None:
+    def test_prompts_of_different_roots_share_no_prefix(self) -> None:
         policy = PrefixAffinity()
         shared = prompt(1, 4)
         policy.choose([load(0)], shared, cache_root=b"a" * 16)
@@ -93,7 +93,7 @@ class TestPrefixAffinity:
         assert {choice.rank for choice in others} == {0, 1}
         assert policy.choose(loads, shared, cache_root=b"a" * 16) == (0, "prefix")
 
-    def test_prompts_that_begin_alike_go_to_one_engine(self) -> None:
+    def test_prompts_with_common_prefix_go_to_one_engine(self) -> None:
         policy = PrefixAffinity()
         loads = [load(rank) for rank in range(8)]
         shared = prompt(1, 4)
@@ -102,7 +102,7 @@ class TestPrefixAffinity:
             choice = policy.choose(loads, shared + prompt(seed, 1))
             assert choice == (home, "prefix")
 
-    def test_the_longest_beginning_decides(self) -> None:
+    def test_longest_prefix_decides(self) -> None:
         policy = PrefixAffinity()
         system, question = prompt(1, 2), prompt(2, 2)
         policy.choose([load(0)], system + question)
@@ -111,7 +111,7 @@ class TestPrefixAffinity:
         assert policy.choose(loads, system + question).rank == 0
         assert policy.choose(loads, system + prompt(3, 2) + prompt(4, 1)).rank == 1
 
-    def test_a_much_busier_engine_is_left_alone_and_the_prefix_moves(self) -> None:
+    def test_prefix_moves_away_from_much_busier_engine(self) -> None:
         policy = PrefixAffinity()
         shared = prompt(1, 2)
         policy.choose([load(0)], shared)
@@ -119,7 +119,7 @@ class TestPrefixAffinity:
         assert policy.choose([load(0, 9), load(1)], shared).rank == 1
         assert policy.choose([load(0), load(1)], shared) == (1, "prefix")
 
-    def test_the_longer_the_prefix_the_more_it_is_worth(self) -> None:
+    def test_longer_prefixes_outweigh_more_load(self) -> None:
         policy = PrefixAffinity()
         short, long = prompt(1, 1), prompt(2, 64)
         for each in (short, long):
@@ -134,7 +134,7 @@ class TestPrefixAffinity:
         policy.choose([load(0)], shared)
         assert policy.choose([load(1), load(2)], shared).rank in (1, 2)
 
-    def test_what_is_not_used_for_long_is_forgotten(self) -> None:
+    def test_unused_prefixes_expire(self) -> None:
         policy = PrefixAffinity(capacity=8)
         for seed in range(10):
             policy.choose([load(seed % 2)], prompt(seed, 2))
@@ -143,7 +143,7 @@ class TestPrefixAffinity:
         assert policy.choose(loads, prompt(9, 2)).reason == "prefix"
         assert policy.choose(loads, prompt(0, 2)).reason == "prefix_hash"
 
-    def test_front_ends_agree_on_the_engine_of_a_beginning_that_is_new_to_them(self) -> None:
+    def test_front_ends_choose_same_engine_for_unknown_prefix(self) -> None:
         loads = [load(rank) for rank in range(8)]
         homes = Counter[int]()
         for seed in range(80):
@@ -184,7 +184,7 @@ def cached(rank: int, tokens: int, requests: int = 0) -> EngineLoad:
 
 
 class TestPrefixAware:
-    def test_the_engine_that_has_most_of_the_prompt_is_chosen_while_that_saves_more(self) -> None:
+    def test_engine_with_most_cached_tokens_is_chosen_if_worthwhile(self) -> None:
         policy = PrefixAware()
         tokens = prompt(1, 64)
         holder = PREFILL_TOKENS_PER_REQUEST
@@ -200,7 +200,7 @@ class TestPrefixAware:
         ),
         st.integers(0, 20),
     )
-    def test_no_engine_is_chosen_that_is_much_busier_than_what_is_saved_there(
+    def test_engine_is_not_chosen_if_load_exceeds_savings(
         self, engines: list[tuple[int, int, int]], unseen: int
     ) -> None:
         loads = [
@@ -213,7 +213,7 @@ class TestPrefixAware:
             saved = chosen.cached_tokens / PREFILL_TOKENS_PER_REQUEST
             assert cost(chosen) <= least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
 
-    def test_front_ends_agree_on_the_engine_of_a_prompt_of_which_nothing_is_cached(self) -> None:
+    def test_front_ends_choose_same_engine_for_uncached_prompt(self) -> None:
         loads = [load(rank) for rank in range(8)]
         chosen = {PrefixAware(start).choose(loads, prompt(1, 6)) for start in range(4)}
         assert {reason for _, reason in chosen} == {"prefix_hash"}
@@ -222,7 +222,7 @@ class TestPrefixAware:
     def test_a_prompt_shorter_than_a_block_goes_to_the_least_loaded(self) -> None:
         assert PrefixAware().choose([load(0, 3), load(1)], [1, 2]) == (1, "least_loaded")
 
-    def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_holder(self) -> None:
+    def test_independent_front_ends_do_not_all_choose_same_holder(self) -> None:
         loads = [cached(rank, 512, 0 if rank == 0 else 1) for rank in range(16)]
         chosen = Counter(PrefixAware(s).choose(loads, prompt(1, 64), 15).rank for s in range(100))
         assert len(chosen) > 8
@@ -232,7 +232,7 @@ class TestPrefixAware:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_choice_among_a_hundred_engines_takes_well_below_a_millisecond(name: str) -> None:
+def test_choosing_among_100_engines_takes_under_a_millisecond(name: str) -> None:
     policy = POLICIES[name](0)
     loads = [load(rank, rank % 7) for rank in range(100)]
     tokens = prompt(1, 64)
@@ -251,7 +251,7 @@ def simulate(workload: Workload, policy: str, directory: Path, requests: int) ->
 
 
 @pytest.mark.slow
-def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: Path) -> None:
+def test_prefix_affinity_increases_cache_hits_and_reduces_latency(tmp_path: Path) -> None:
     plain = simulate(shared_prefixes, "least-loaded", tmp_path, 400)
     affine = simulate(shared_prefixes, "prefix-affinity", tmp_path, 400)
     assert affine.cached > 1.1 * plain.cached
@@ -260,7 +260,7 @@ def test_prefix_affinity_finds_more_in_the_caches_and_answers_sooner(tmp_path: P
 
 
 @pytest.mark.slow
-def test_knowing_what_is_cached_leaves_less_to_compute_and_answers_sooner(tmp_path: Path) -> None:
+def test_prefix_aware_routing_reduces_prefill_and_latency(tmp_path: Path) -> None:
     plain = simulate(agents, "least-loaded", tmp_path, 400)
     aware = simulate(agents, "prefix-aware", tmp_path, 400)
     computed = [each.prompt_tokens - each.cached for each in (plain, aware)]
@@ -271,7 +271,7 @@ def test_knowing_what_is_cached_leaves_less_to_compute_and_answers_sooner(tmp_pa
 
 
 @pytest.mark.slow
-def test_front_ends_that_share_no_memory_find_almost_as_much_in_the_caches(tmp_path: Path) -> None:
+def test_front_ends_without_shared_memory_have_similar_cache_hits(tmp_path: Path) -> None:
     specs = list(shared_prefixes(random.Random(1), 400, 4))
     found = {
         number: Simulation(PrefixAffinity, 4, number, number, tmp_path).run(specs).cached
@@ -281,7 +281,7 @@ def test_front_ends_that_share_no_memory_find_almost_as_much_in_the_caches(tmp_p
 
 
 @pytest.mark.slow
-def test_the_least_loaded_engine_answers_sooner_than_the_next_in_turn(tmp_path: Path) -> None:
+def test_least_loaded_has_lower_latency_than_round_robin(tmp_path: Path) -> None:
     waited = {
         policy: quantile(simulate(skewed, policy, tmp_path, 400).first_token, 0.99)
         for policy in ("least-loaded", "round-robin")
@@ -289,7 +289,7 @@ def test_the_least_loaded_engine_answers_sooner_than_the_next_in_turn(tmp_path: 
     assert waited["least-loaded"] < 0.8 * waited["round-robin"]
 
 
-def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_engine() -> None:
+def test_independent_front_ends_do_not_all_choose_same_engine() -> None:
     loads = [load(rank, requests=3 if rank else 0) for rank in range(8)]
     alone = LeastLoaded()
     assert {alone.choose(loads).rank for _ in range(20)} == {0}
@@ -298,7 +298,7 @@ def test_front_ends_that_do_not_see_each_other_do_not_all_choose_the_same_engine
     assert len(set(chosen)) == 8
 
 
-def test_few_engines_are_compared_whatever_the_number_of_front_ends() -> None:
+def test_number_of_compared_engines_is_bounded() -> None:
     loads = [load(0, requests=0), load(1, requests=9)]
     assert {LeastLoaded(s).choose(loads, unseen_front_ends=99).rank for s in range(20)} == {0}
 
@@ -330,7 +330,7 @@ class TakesNoPrompt:
         return Choice(loads[0].rank, "first")
 
 
-def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_fails(
+def test_failed_plugin_policy_falls_back_to_least_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     offer(tmp_path, "swell.routing_policies", last=f"{__name__}:FailsForLongPrompts")
@@ -346,7 +346,7 @@ def test_a_plugins_policy_chooses_and_the_least_loaded_engine_is_taken_where_it_
     ]
 
 
-def test_a_plugin_that_is_no_policy_is_refused_at_the_start(
+def test_invalid_plugin_policy_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(tmp_path, "swell.routing_policies", short=f"{__name__}:TakesNoPrompt")

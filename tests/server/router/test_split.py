@@ -57,7 +57,7 @@ def answer(cluster: Cluster, stream: RequestStream) -> list[int]:
     return stream.request.output_token_ids
 
 
-def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -> None:
+def test_long_prompt_goes_to_prefill_engine_then_to_answering_engine() -> None:
     cluster = cluster_of("pd")
     prefill, decode = cluster.engines.values()
     stream = cluster.submit("r", prompt=LONG)
@@ -73,11 +73,11 @@ def test_a_long_prompt_goes_to_a_prefill_engine_and_then_to_one_that_answers() -
     assert answer(cluster, stream) == ANSWER
     [(_, shown)] = stream.unread.take()
     assert (shown.token_ids, shown.num_cached_tokens) == (ANSWER, 4)
-    stays = stream.times.stays
-    assert [each.engine for each in stays] == [0]
+    engine_periods = stream.times.engine_periods
+    assert [each.engine for each in engine_periods] == [0]
 
 
-def test_engines_are_looked_through_only_where_some_compute_prompts(
+def test_roles_are_checked_only_if_there_are_prefill_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = cluster_of("dd")
@@ -98,7 +98,7 @@ def test_engines_are_looked_through_only_where_some_compute_prompts(
     ],
     ids=["short", "pooling", "suspect", "scored prompt"],
 )
-def test_what_is_not_worth_it_or_cannot_be_handed_on_goes_to_the_answering_engine(
+def test_short_or_unsplittable_requests_go_to_answering_engine(
     options: dict[str, Any],
 ) -> None:
     cluster = cluster_of("pd")
@@ -110,7 +110,7 @@ def test_what_is_not_worth_it_or_cannot_be_handed_on_goes_to_the_answering_engin
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 1])
-def test_a_prefill_engine_answers_what_asks_for_one_token(prompt_logprobs: int | None) -> None:
+def test_prefill_engine_answers_single_token_requests(prompt_logprobs: int | None) -> None:
     cluster = cluster_of("pdd")
     one = replace(GREEDY, max_tokens=1, prompt_logprobs=prompt_logprobs)
     stream = cluster.shell.submit(AddRequest(0, "r", 0, 0, LONG, one))
@@ -122,7 +122,7 @@ def test_a_prefill_engine_answers_what_asks_for_one_token(prompt_logprobs: int |
     assert not cluster.router.delivery.in_flight
 
 
-def test_prompts_that_a_prefill_engine_has_no_time_for_go_to_the_answering_engine() -> None:
+def test_busy_prefill_engines_are_bypassed() -> None:
     cluster = cluster_of("pd")
     prefill, decode = cluster.engines.values()
     streams = [cluster.submit("r", prompt=LONG) for _ in range(8)]
@@ -136,13 +136,13 @@ def test_prompts_that_a_prefill_engine_has_no_time_for_go_to_the_answering_engin
         assert answer(cluster, stream) == ANSWER
 
 
-def test_a_request_for_one_engine_is_computed_there() -> None:
+def test_pinned_request_is_not_split() -> None:
     cluster = cluster_of("pd")
     stream = cluster.submit("r", prompt=LONG, pinned_rank=0)
     assert not message_of(stream, cluster.engines[0]).offers_blocks
 
 
-def test_engines_of_one_kind_alone_do_everything() -> None:
+def test_engines_of_one_role_do_everything() -> None:
     for roles in ("pp", "dd", "mm", "pm"):
         cluster = cluster_of(roles)
         streams = [cluster.submit("r", prompt=LONG) for _ in range(4)]
@@ -154,14 +154,14 @@ def test_engines_of_one_kind_alone_do_everything() -> None:
             assert answer(cluster, stream) == ANSWER
 
 
-def test_an_engine_with_other_weights_computes_no_prompts_for_others() -> None:
+def test_engine_with_other_weights_prefills_only_for_itself() -> None:
     cluster = cluster_of("d")
     cluster.start(1, replace(prefill_setup(1), model_fingerprint="other"))
     stream = cluster.submit("r", prompt=LONG)
     assert cluster.runs(stream) is cluster.engines[0]
 
 
-def test_a_prompt_is_computed_by_another_when_its_prefill_engine_dies() -> None:
+def test_prefill_moves_when_prefill_engine_dies() -> None:
     cluster = cluster_of("ppd")
     stream = cluster.submit("r", prompt=LONG)
     first = cluster.runs(stream)
@@ -177,7 +177,7 @@ def test_a_prompt_is_computed_by_another_when_its_prefill_engine_dies() -> None:
     assert answer(cluster, stream) == ANSWER
 
 
-def test_what_a_dead_engine_offered_is_not_asked_for() -> None:
+def test_offers_of_dead_engines_are_not_used() -> None:
     cluster = cluster_of("pd")
     stream = cluster.submit("r", prompt=LONG)
     prefill, decode = list(cluster.engines.values())
@@ -192,7 +192,7 @@ def test_what_a_dead_engine_offered_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_a_prefill_that_fails_is_left_to_the_answering_engine(reason: Any) -> None:
+def test_answering_engine_prefills_after_failed_prefill(reason: Any) -> None:
     cluster = cluster_of("pd")
     stream = cluster.submit("r", prompt=LONG)
     end_prefill(cluster, stream, finish_reason=reason)
@@ -200,7 +200,7 @@ def test_a_prefill_that_fails_is_left_to_the_answering_engine(reason: Any) -> No
     assert answer(cluster, stream) == ANSWER
 
 
-def test_an_answer_goes_on_elsewhere_by_way_of_a_prefill_engine() -> None:
+def test_moved_answer_uses_a_prefill_engine() -> None:
     cluster = cluster_of("pdd")
     stream = cluster.submit("r", prompt=LONG)
     end_prefill(cluster, stream)
@@ -214,7 +214,7 @@ def test_an_answer_goes_on_elsewhere_by_way_of_a_prefill_engine() -> None:
     assert answer(cluster, stream) == ANSWER
 
 
-def test_a_client_that_leaves_during_the_prefill_frees_its_engine() -> None:
+def test_client_disconnecting_during_prefill_frees_the_engine() -> None:
     cluster = cluster_of("pd")
     stream = cluster.submit("r", prompt=LONG)
     stream.close()
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_during_the_prefill_frees_its_engine() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_all_answers_are_complete_whatever_dies_and_when(seed: int) -> None:
+def test_answers_are_complete_for_any_engine_death(seed: int) -> None:
     draw = random.Random(seed)
     cluster = cluster_of("ppdd")
     roles = dict(enumerate("ppdd"))

@@ -45,7 +45,7 @@ def stream_of(streams: list[RequestStream], id_: int) -> RequestStream:
     return next(stream for stream in streams if stream.request.id == id_)
 
 
-def test_a_first_death_moves_requests_at_once_and_mixed_with_others() -> None:
+def test_requests_move_immediately_after_first_death() -> None:
     cluster = Cluster(0)
     streams = [cluster.submit(name) for name in "abc"]
     cluster.die(cluster.engines[0])
@@ -68,9 +68,7 @@ def test_a_request_that_survived_two_engines_runs_alone_instead_of_failing() -> 
     assert cluster.runs(stream) is not None, "an ordinary request again"
 
 
-def test_an_operator_who_kills_an_engine_does_not_convict_the_request_that_ran_there_alone() -> (
-    None
-):
+def test_operator_killing_an_engine_convicts_no_exclusive_request() -> None:
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
@@ -99,7 +97,7 @@ def test_suspects_are_tried_one_at_a_time() -> None:
     assert all(not stream.request.message.exclusive_steps for stream in streams)
 
 
-def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
+def test_only_exclusive_request_is_convicted_and_others_are_cleared() -> None:
     cluster = Cluster(0)
     streams = all_died_twice(cluster, "killer", "b", "c")
     engine, id_ = on_trial(cluster)
@@ -120,7 +118,7 @@ def test_only_what_ran_alone_is_convicted_and_the_others_are_cleared() -> None:
 
 
 @pytest.mark.parametrize("how", ["view", "unreachable"])
-def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
+def test_killer_is_convicted_for_any_detection_of_death(how: str) -> None:
     cluster = Cluster(0)
     [killer] = all_died_twice(cluster, "killer")
     engine, id_ = on_trial(cluster)
@@ -140,7 +138,7 @@ def test_a_killer_is_convicted_however_its_end_is_noticed(how: str) -> None:
     assert isinstance(error_of(killer), KillsEngines)
 
 
-def test_a_death_before_the_trial_began_convicts_nobody_but_not_for_ever() -> None:
+def test_deaths_before_trial_start_convict_only_after_max_tries() -> None:
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")
     for tries in range(MAX_TRIES):
@@ -166,7 +164,7 @@ def test_a_suspect_that_waits_for_its_trial_outlasts_the_resume_timeout() -> Non
     assert not any(engine.held for engine in cluster.engines.values())
 
 
-def test_deaths_while_another_front_ends_request_ran_alone_do_not_count() -> None:
+def test_deaths_during_exclusive_request_of_other_front_end_do_not_count() -> None:
     cluster = Cluster(0)
     stream = cluster.submit("a")
     for _ in range(4):
@@ -180,7 +178,7 @@ def test_deaths_while_another_front_ends_request_ran_alone_do_not_count() -> Non
     assert not stream.request.suspicion.died_on
 
 
-def test_the_engine_falling_silent_convicts_nobody() -> None:
+def test_engine_silence_convicts_no_request() -> None:
     cluster = Cluster(0, 1)
     [stream] = all_died_twice(cluster, "a")
     engine, id_ = on_trial(cluster)
@@ -233,7 +231,7 @@ def test_a_request_that_is_suspected_again_runs_alone_for_longer() -> None:
     ]
 
 
-def test_a_suspect_whose_client_leaves_makes_room_for_the_next() -> None:
+def test_disconnected_suspect_makes_way_for_the_next() -> None:
     cluster = Cluster(0)
     streams = all_died_twice(cluster, "a", "b")
     engine, id_ = on_trial(cluster)

@@ -40,7 +40,7 @@ async def test_unread_outputs_are_merged_and_none_is_lost() -> None:
 
 
 @pytest.mark.parametrize("scored", [False, True])
-async def test_a_stream_that_nobody_reads_is_aborted(scored: bool) -> None:
+async def test_unread_stream_is_aborted(scored: bool) -> None:
     owner = Owner()
     put = 0
     while not owner.closed:
@@ -56,7 +56,7 @@ async def test_a_stream_that_nobody_reads_is_aborted(scored: bool) -> None:
         await owner.stream.next()
 
 
-async def test_a_stream_that_is_read_may_be_as_long_as_it_likes() -> None:
+async def test_read_stream_has_unlimited_length() -> None:
     owner = Owner()
     for token in range(3 * MAX_UNREAD // 1000):
         owner.stream.put(RequestOutput(1, [token] * 1000))
@@ -70,7 +70,7 @@ def sequences(count: int) -> tuple[UnreadOutputs, list[RequestStream]]:
     return unread, [RequestStream(request, lambda _: None, None, unread) for _ in range(count)]
 
 
-async def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
+async def test_unread_outputs_of_many_sequences_are_returned_in_order() -> None:
     unread, streams = sequences(40)
     given: dict[int, list[int]] = {index: [] for index in range(40)}
     found: dict[int, list[int]] = {index: [] for index in range(40)}
@@ -90,7 +90,7 @@ async def test_unread_outputs_of_many_sequences_come_back_in_order() -> None:
     assert unread._weight == 0
 
 
-async def test_what_is_kept_is_bounded_for_all_sequences_together() -> None:
+async def test_unread_outputs_are_bounded_over_all_sequences() -> None:
     unread, streams = sequences(128)
     while not streams[0].finished:
         for stream in streams:
@@ -100,7 +100,7 @@ async def test_what_is_kept_is_bounded_for_all_sequences_together() -> None:
     assert all(stream.finished for stream in streams)
 
 
-async def test_a_reader_that_waits_is_not_too_slow_however_much_comes_at_once() -> None:
+async def test_waiting_reader_is_never_too_slow() -> None:
     unread, streams = sequences(2)
     reading = asyncio.create_task(unread.next())
     await asyncio.sleep(0)

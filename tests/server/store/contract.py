@@ -55,7 +55,7 @@ def conversation(store: SqlBackend, id_: str, tenant: str = "a") -> None:
     put(store, Record(id=id_, tenant=tenant, created=1.0, body=b"{}"))
 
 
-def test_what_was_put_is_there_for_its_tenant_alone(store: SqlBackend) -> None:
+def test_stored_records_are_visible_only_to_their_tenant(store: SqlBackend) -> None:
     put(store, response("r1"))
     assert store.get("a", "r1") == response("r1")
     assert store.get("b", "r1") is None
@@ -63,13 +63,13 @@ def test_what_was_put_is_there_for_its_tenant_alone(store: SqlBackend) -> None:
     assert not store.delete("b", "r1")
 
 
-def test_the_same_name_of_another_tenant_is_another_response(store: SqlBackend) -> None:
+def test_same_id_of_other_tenant_is_another_response(store: SqlBackend) -> None:
     put(store, response("r1", "a", size=1))
     put(store, response("r1", "b", size=2))
     assert store.get("a", "r1") == response("r1", "a", size=1)
 
 
-def test_all_processes_that_have_it_open_see_it(store: SqlBackend, opener: Opener) -> None:
+def test_records_are_visible_to_all_processes(store: SqlBackend, opener: Opener) -> None:
     other = opener(100_000, DAY)
     put(store, response("r1"))
     assert other.get("a", "r1") is not None
@@ -99,13 +99,13 @@ def test_a_chain_that_is_too_large_is_refused(opener: Opener) -> None:
     store.close()
 
 
-def test_a_chain_that_leads_into_itself_ends(store: SqlBackend) -> None:
+def test_cyclic_chain_ends(store: SqlBackend) -> None:
     put(store, response("r0", previous="r0"))
     with pytest.raises(TooLong):
         store.chain("a", "r0")
 
 
-def test_what_was_not_used_for_too_long_is_deleted(store: SqlBackend, clock: list[float]) -> None:
+def test_expired_records_are_deleted(store: SqlBackend, clock: list[float]) -> None:
     put(store, response("old"))
     put(store, response("used"))
     conversation(store, "c")
@@ -118,7 +118,7 @@ def test_what_was_not_used_for_too_long_is_deleted(store: SqlBackend, clock: lis
     assert store.get("a", "used") is not None
 
 
-def test_the_tenant_that_has_most_gives_way_and_its_oldest_first(
+def test_oldest_records_of_largest_tenant_are_evicted_first(
     store: SqlBackend, clock: list[float]
 ) -> None:
     put(store, response("small", "b"))
@@ -131,7 +131,7 @@ def test_the_tenant_that_has_most_gives_way_and_its_oldest_first(
     assert store.get("a", "r24") is not None
 
 
-def test_what_is_larger_than_all_of_the_store_is_refused(store: SqlBackend) -> None:
+def test_records_larger_than_store_are_refused(store: SqlBackend) -> None:
     put(store, response("r0"))
     with pytest.raises(StoreFull):
         put(store, response("r1", size=200_000))
@@ -147,7 +147,7 @@ def test_a_response_that_is_written_again_counts_once(store: SqlBackend) -> None
     assert total(store) == response("r1", size=30_000).size * 2
 
 
-def test_a_finished_response_is_not_written_over(store: SqlBackend) -> None:
+def test_finished_response_is_not_overwritten(store: SqlBackend) -> None:
     cancelled = msgspec.structs.replace(response("r1"), status="cancelled")
     unfinished = msgspec.structs.replace(response("r1"), status="in_progress")
     put(store, unfinished)
@@ -175,7 +175,7 @@ def events(store: SqlBackend, tenant: str, after: int) -> list[Part] | None:
     return None if progress is None else progress.events
 
 
-def test_events_stay_in_order_and_go_with_their_response(store: SqlBackend) -> None:
+def test_events_stay_in_order_and_are_deleted_with_their_response(store: SqlBackend) -> None:
     unfinished = msgspec.structs.replace(response("r1"), status="in_progress")
     put(store, unfinished)
     batches = [Part(position=first, body=b"x" * 9) for first in (0, 3, 12)]
@@ -232,7 +232,7 @@ def test_metadata_of_a_conversation_can_change(store: SqlBackend) -> None:
     assert (found.body, found.created) == (b'{"a":"b"}', 1.0)
 
 
-def test_a_response_and_the_items_of_its_conversation_are_kept_together(store: SqlBackend) -> None:
+def test_response_and_conversation_items_are_stored_atomically(store: SqlBackend) -> None:
     conversation(store, "c")
     turn = msgspec.structs.replace(response("r1"), conversation="c")
     store.put("a", turn, [Part(id="i", body=b"{}")])
@@ -266,7 +266,7 @@ def _write_until_killed(opener: Opener, writer: "multiprocessing.connection.Conn
         number += 1
 
 
-def test_nothing_that_was_acknowledged_is_lost_with_its_writer(opener: Opener) -> None:
+def test_acknowledged_records_survive_death_of_writer(opener: Opener) -> None:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     writer = context.Process(target=_write_until_killed, args=(opener, theirs))

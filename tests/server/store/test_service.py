@@ -63,14 +63,14 @@ def test_one_tenant_leaves_room_in_the_queue_for_others(
     assert of_other is None
 
 
-def test_one_tenant_leaves_room_in_the_background_for_others(
+def test_one_tenant_leaves_background_jobs_for_others(
     store: ResponseStore, go_on: threading.Event
 ) -> None:
     go_on.set()
 
     async def begin(owner: str) -> int:
         number = 0
-        while not store.jobs.is_full_for(owner):
+        while not store.jobs.has_max_jobs(owner):
             store.jobs.begin(f"{owner}{number}", owner, asyncio.sleep(60))
             number += 1
         return number

@@ -26,7 +26,7 @@ def opener(path: Path, request: pytest.FixtureRequest) -> Opener:  # noqa: F405
     return partial(sqlite_backend, path, lasting=request.param)
 
 
-def test_the_file_is_its_owners_alone(path: Path, opener: Opener) -> None:  # noqa: F405
+def test_database_file_is_private_to_its_owner(path: Path, opener: Opener) -> None:  # noqa: F405
     opener(1000, DAY).close()  # noqa: F405
     assert path.stat().st_mode & 0o077 == 0
     with sqlite3.connect(path) as connection:
@@ -34,13 +34,13 @@ def test_the_file_is_its_owners_alone(path: Path, opener: Opener) -> None:  # no
     connection.close()
 
 
-def test_a_file_that_is_no_database_is_said_to_be_none(path: Path) -> None:
+def test_invalid_database_file_is_reported(path: Path) -> None:
     path.write_bytes(b"not a database, but long enough to be looked at" * 100)
     with pytest.raises(OSError, match=r"responses\.sqlite cannot be used"):
         SqliteDatabase(path, lasting=True)
 
 
-def test_a_file_that_another_is_setting_up_is_waited_for(
+def test_store_waits_for_other_process_creating_the_file(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite itself does not wait for a lock when a file is switched to a write-ahead log."""
@@ -67,9 +67,7 @@ def evicted(path: Path, max_bytes: int) -> tuple[SqlBackend, list[str]]:
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-def test_a_store_that_may_be_larger_than_its_disk_leaves_room_on_it(
-    tmp_path: Path, lasting: bool
-) -> None:
+def test_store_leaves_free_disk_space(tmp_path: Path, lasting: bool) -> None:
     """Then a tenant's large responses evict its own, and other tenants are not affected."""
     with small_disk(tmp_path / "disk", 16) as disk:
         store = sqlite_backend(disk / "responses.sqlite", 1 << 30, DAY, lasting)  # noqa: F405
@@ -84,7 +82,7 @@ def test_a_store_that_may_be_larger_than_its_disk_leaves_room_on_it(
         store.close()
 
 
-def test_a_full_disk_is_said_and_what_is_kept_gives_way_to_what_is_new(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_old_records_are_evicted(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 16) as disk:
         store, reasons = evicted(disk / "responses.sqlite", 1 << 30)
         for number in range(8):
@@ -115,7 +113,7 @@ def test_a_front_end_starts_while_the_disk_is_full(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_file_that_a_cleaner_removed_is_put_back_for_all_front_ends(path: Path) -> None:
+def test_file_removed_by_cleaner_is_restored_for_all_front_ends(path: Path) -> None:
     one, other = (sqlite_backend(path, 100_000, DAY) for _ in range(2))  # noqa: F405
     put(one, response("before"))  # noqa: F405
     path.unlink()
@@ -133,9 +131,7 @@ def test_a_file_that_a_cleaner_removed_is_put_back_for_all_front_ends(path: Path
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_records_of_a_version_with_other_tables_are_dropped_and_nothing_else(
-    path: Path, whole: bool
-) -> None:
+def test_only_records_of_other_schema_version_are_dropped(path: Path, whole: bool) -> None:
     old = {"conversations", "events", "items", "responses", "tenants"}
     with sqlite3.connect(path) as connection:
         for name in old if whole else ("items",):

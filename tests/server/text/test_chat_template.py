@@ -30,7 +30,7 @@ def render(source: str, messages: Any = (USER,), **options: Any) -> str:
         ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
     ],
 )
-def test_templates_have_what_they_expect(source: str, text: str) -> None:
+def test_templates_have_expected_functions(source: str, text: str) -> None:
     assert render(source) == text
 
 
@@ -46,11 +46,11 @@ def test_arguments_tools_and_documents_reach_the_template() -> None:
     ("source", "role"),
     [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")],
 )
-def test_developers_are_systems_to_templates_that_do_not_know_them(source: str, role: str) -> None:
+def test_developer_role_becomes_system_if_unknown_to_template(source: str, role: str) -> None:
     assert render(source, [{"role": "developer", "content": ""}]) == role
 
 
-def test_the_final_message_ends_where_its_content_ends() -> None:
+def test_continued_final_message_ends_at_its_content() -> None:
     source = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}!"
     messages = [USER, {"role": "assistant", "content": "so "}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -69,7 +69,7 @@ def test_the_final_message_ends_where_its_content_ends() -> None:
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
     ],
 )
-def test_templates_that_fail_say_why(source: str, message: str) -> None:
+def test_template_failures_report_reason(source: str, message: str) -> None:
     with pytest.raises(TemplateFailed, match=message):
         render(source)
 
@@ -98,13 +98,13 @@ def turns(text: str) -> list[dict[str, str]]:
         (FIRST_ONLY, "u1 a2 d3 a4", "[user:1][assistant:2][user:3][assistant:4]"),
     ],
 )
-def test_system_messages_reach_templates_that_show_one(
+def test_system_messages_are_merged_for_templates_with_one(
     source: str, messages: str, shown: str
 ) -> None:
     assert render(source, turns(messages)) == shown
 
 
-def test_a_conversation_with_tools_has_the_template_for_them() -> None:
+def test_conversation_with_tools_uses_tool_template() -> None:
     template = ChatTemplate("plain", {}, "{{ tools[0].name }}")
     plain = Rendering(messages=turns("u1"), add_generation_prompt=True)
     assert template.render(plain) == "plain"

@@ -20,7 +20,7 @@ def pieces_of(table: TokenTable, ids: list[int], *, skip: bool) -> list[str]:
 
 
 @given(text=TEXTS)
-def test_text_comes_back_and_no_piece_splits_a_character(
+def test_decoded_text_is_complete_without_split_characters(
     tokenizer: ServedTokenizer, text: str
 ) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -30,7 +30,7 @@ def test_text_comes_back_and_no_piece_splits_a_character(
 
 
 @given(ids=st.lists(st.integers(0, 340), max_size=30), skip=st.booleans())
-def test_any_tokens_decode_as_all_at_once(
+def test_tokens_decode_incrementally_as_at_once(
     tokenizer: ServedTokenizer, ids: list[int], skip: bool
 ) -> None:
     pieces = pieces_of(TokenTable(tokenizer), ids, skip=skip)
@@ -62,7 +62,7 @@ def sentencepiece_like() -> ServedTokenizer:
 @given(
     pieces=st.lists(st.sampled_from(["▁hello", "▁", "h", "é", "lo", "▁▁▁", "<s>", "€", "🙂"])),
 )
-def test_byte_fallback_vocabularies_decode_as_all_at_once(pieces: list[str]) -> None:
+def test_byte_fallback_tokens_decode_incrementally_as_at_once(pieces: list[str]) -> None:
     tokenizer = sentencepiece_like()
     ids: list[int] = []
     for piece in pieces:
@@ -75,7 +75,7 @@ def test_byte_fallback_vocabularies_decode_as_all_at_once(pieces: list[str]) -> 
     assert text in (whole, " " + whole), "only the space that joins it to the prompt may differ"
 
 
-def test_other_vocabularies_use_the_librarys_decoder() -> None:
+def test_other_vocabularies_use_library_decoder() -> None:
     vocabulary = {"[UNK]": 0, "play": 1, "##ing": 2, "chess": 3}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -84,7 +84,7 @@ def test_other_vocabularies_use_the_librarys_decoder() -> None:
     assert "".join(pieces_of(table, [1, 2, 3], skip=True)) == "playing chess"
 
 
-def test_endless_broken_bytes_are_shown_as_they_come(tokenizer: ServedTokenizer) -> None:
+def test_endless_invalid_bytes_are_emitted_immediately(tokenizer: ServedTokenizer) -> None:
     token_id = id_of(tokenizer.backend, "Ģ")
     pieces = pieces_of(TokenTable(tokenizer), [token_id] * 50, skip=True)
     assert "".join(pieces) == "\ufffd" * 50
@@ -119,7 +119,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
     cuts=st.lists(st.integers(1, 5), min_size=24, max_size=24),
     include=st.booleans(),
 )
-def test_stop_strings_do_not_depend_on_where_the_text_is_cut(
+def test_stop_strings_are_found_across_pieces(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     search = StopStrings(stops, include=include)
@@ -139,7 +139,7 @@ def test_stop_strings_do_not_depend_on_where_the_text_is_cut(
     ("text", "shown"),
     [("hello", "hello"), ("hello E", "hello "), ("hello EN", "hello "), ("hello ENx", "hello ENx")],
 )
-def test_only_what_may_begin_a_stop_string_is_held_back(text: str, shown: str) -> None:
+def test_only_possible_prefix_of_stop_string_is_held_back(text: str, shown: str) -> None:
     search = StopStrings(["END"], include=False)
     assert search.push(text) == shown
     assert shown + search.flush() == text

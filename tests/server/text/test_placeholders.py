@@ -10,7 +10,7 @@ from tests.server.tokens import id_of
 PLACEHOLDERS = Placeholders(["<image>", "<soft>", "<image>"])
 
 
-def test_texts_are_hidden_wherever_they_are() -> None:
+def test_reserved_texts_are_escaped_everywhere() -> None:
     value = {"a<image>": ["<soft>", 3, None, ("b<image><image>",)], "c": {"d": "e"}}
     hidden = PLACEHOLDERS.hide(value)
     assert "<image>" not in repr(hidden)
@@ -21,7 +21,7 @@ def test_texts_are_hidden_wherever_they_are() -> None:
     assert [*shown, three, none] == ["a<image>", "<soft>", "b<image><image>", 3, None]
 
 
-def test_characters_that_mean_something_here_are_none_of_a_client() -> None:
+def test_marker_characters_of_clients_are_replaced() -> None:
     assert PLACEHOLDERS.hide(f"a{IMAGE}b{PART}c\U0010f010d") == "a\ufffdb\ufffdc\ufffdd"
 
 

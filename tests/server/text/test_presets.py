@@ -17,7 +17,7 @@ from server.text.sampling_defaults import (
 from server.text.tokenizer import ServedTokenizer
 
 
-def test_every_entry_is_of_some_use_and_can_be_used() -> None:
+def test_every_preset_is_valid_and_changes_something() -> None:
     for each in presets():
         assert each.family or each.name or each.gguf
         assert each.sampling or each.tool_call_parser or each.reasoning_parser
@@ -44,7 +44,7 @@ def test_entries_add_to_each_other() -> None:
     assert preset_of("granite", "mine").tool_call_parser == "granite"
 
 
-def test_a_model_with_its_own_recommendations_keeps_them(
+def test_recommendations_of_model_override_presets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tmp_path / "SmolLM2"

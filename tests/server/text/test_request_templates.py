@@ -28,7 +28,9 @@ def render(templates: RequestTemplates, source: str, **more: Any) -> str:
     return asyncio.run(templates.render(source, [attempt]))
 
 
-def test_a_template_gets_what_the_models_own_gets(templates: RequestTemplates) -> None:
+def test_request_template_gets_same_arguments_as_model_template(
+    templates: RequestTemplates,
+) -> None:
     source = "{{ bos_token }}{{ messages[0].content }}{{ add_generation_prompt }}{{ x }}"
     assert render(templates, source, arguments={"x": 1}) == "<s>helloTrue1"
 
@@ -49,7 +51,9 @@ def test_a_template_gets_what_the_models_own_gets(templates: RequestTemplates) -
     ],
     ids=range(9),
 )
-def test_what_a_template_must_not_do_is_an_error(templates: RequestTemplates, source: str) -> None:
+def test_forbidden_template_operations_are_an_error(
+    templates: RequestTemplates, source: str
+) -> None:
     with pytest.raises(TemplateFailed):
         render(templates, source)
     assert render(templates, "{{ messages[0].role }}") == "user"
@@ -63,9 +67,7 @@ def test_what_a_template_must_not_do_is_an_error(templates: RequestTemplates, so
     ],
     ids=range(2),
 )
-def test_a_template_that_does_not_end_is_ended(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_template_is_terminated(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_templates, "MAX_TEMPLATE_SECONDS", 0.2)
     templates = RequestTemplates({})
     with pytest.raises(TemplateFailed, match=r"more than 0\.2 seconds"):
@@ -74,14 +76,14 @@ def test_a_template_that_does_not_end_is_ended(
     assert render(templates, "{{ messages[0].role }}") == "user"
 
 
-def test_a_text_that_is_too_long_is_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_rendered_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_templates, "MAX_TEMPLATE_OUTPUT", 10)
     attempt = Rendering(messages=MESSAGES, add_generation_prompt=True)
     job = request_templates.Job("{{ 'x' * 11 }}", {}, [attempt])
     assert request_templates.render(job).error == "it wrote more than 10 characters"
 
 
-def test_the_process_knows_nothing_of_its_parents_environment(
+def test_template_process_has_no_environment_of_parent(
     templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWELL_CLUSTER_KEY", "a secret of the cluster")

@@ -35,7 +35,7 @@ def render(tokenizer: ServedTokenizer, **options: Any) -> str:
     )
 
 
-def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_tokenizer_gives_advice(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json.*save_pretrained"):
         load(tmp_path)
 
@@ -58,7 +58,7 @@ def test_vocabulary_and_end_come_from_the_models_files(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
-def test_answers_end_at_the_tokenizers_end_too(
+def test_answers_end_at_eos_token_of_tokenizer(
     directory: Path, backend: Tokenizer, file: str
 ) -> None:
     write(directory, config={"eos_token_id": 0}, generation_config={"eos_token_id": 0})
@@ -88,7 +88,7 @@ def test_tokens_that_only_the_tokenizer_s_config_has_are_added(
         load(directory)
 
 
-def test_texts_are_lowered_where_sentence_transformers_says_so(directory: Path) -> None:
+def test_texts_are_lowercased_as_configured_by_sentence_transformers(directory: Path) -> None:
     cased, lowered = (load(directory).encode(each, add_special_tokens=False) for each in "Aa")
     assert cased != lowered
     write(directory, sentence_bert_config={"do_lower_case": True})

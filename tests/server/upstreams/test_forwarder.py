@@ -81,7 +81,7 @@ def fleet(
         ("/invocations", {"prompt": "hello"}, "text_completion"),
     ],
 )  # fmt: skip
-def test_the_server_that_has_the_model_answers(
+def test_requests_go_to_the_server_with_the_model(
     fleet: Fleet, path: str, body: Any, kind: str
 ) -> None:
     asked = {"x-request-id": "mine"}
@@ -93,7 +93,7 @@ def test_the_server_that_has_the_model_answers(
     assert fleet.engines.streams[0].request_id == "mine"
 
 
-def test_streams_and_lengths_are_what_the_other_server_says(fleet: Fleet) -> None:
+def test_streams_and_lengths_are_forwarded_unchanged(fleet: Fleet) -> None:
     direct = httpx.post(
         fleet.there + "/v1/completions", json={**ASK, "stream": True}, headers=KEY, timeout=60
     )
@@ -129,19 +129,19 @@ def test_models_are_added_and_taken_away_while_serving(fleet: Fleet) -> None:
     assert fleet.http.post("/v1/completions", json=ASK).status_code == 200
 
 
-def test_what_is_served_here_stays_here(fleet: Fleet) -> None:
+def test_local_models_are_not_forwarded(fleet: Fleet) -> None:
     fleet.route(tiny=fleet.there)
     assert fleet.http.post("/v1/completions", json={**ASK, "model": "tiny"}).status_code == 200
     assert (len(fleet.engines.streams), len(fleet.own_engines.streams)) == (0, 1)
 
 
-def test_a_key_is_asked_for_before_anything_is_sent(fleet: Fleet) -> None:
+def test_key_is_required_before_forwarding(fleet: Fleet) -> None:
     answer = httpx.post(fleet.url + "/v1/completions", json=ASK, timeout=60)
     assert answer.status_code == 401
     assert not fleet.engines.streams
 
 
-def test_what_administrators_send_is_never_forwarded(fleet: Fleet) -> None:
+def test_admin_requests_are_never_forwarded(fleet: Fleet) -> None:
     paths = ["/admin/scale", "/admin/utilities", "/v1/load_lora_adapter"]
     with listening() as (url, seen):
         fleet.route(other=url)
@@ -150,13 +150,13 @@ def test_what_administrators_send_is_never_forwarded(fleet: Fleet) -> None:
         assert not seen.is_set()
 
 
-def test_servers_that_name_each_other_do_not_pass_a_request_round(fleet: Fleet) -> None:
+def test_requests_are_not_forwarded_in_a_loop(fleet: Fleet) -> None:
     fleet.route(neither=fleet.url)
     answer = fleet.http.post("/v1/completions", json={**ASK, "model": "neither"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_server_that_cannot_be_reached_is_a_503_that_says_so(fleet: Fleet) -> None:
+def test_unreachable_server_is_a_503_with_reason(fleet: Fleet) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
         fleet.route(other=f"http://127.0.0.1:{held.getsockname()[1]}")
@@ -173,7 +173,7 @@ def test_a_server_that_cannot_be_reached_is_a_503_that_says_so(fleet: Fleet) -> 
     assert 'status="503"' in line
 
 
-def test_a_client_that_hangs_up_is_missed_at_the_other_server(fleet: Fleet) -> None:
+def test_client_disconnect_is_forwarded(fleet: Fleet) -> None:
     first = fleet.engines.tokens([20, 21])
     fleet.engines.script = lambda stream: first(stream)[:1]
     with fleet.http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as answer:
@@ -182,7 +182,7 @@ def test_a_client_that_hangs_up_is_missed_at_the_other_server(fleet: Fleet) -> N
     until(lambda: fleet.engines.streams[0].closed.is_set(), "it was aborted")
 
 
-def test_an_answer_that_breaks_off_is_no_whole_answer(fleet: Fleet) -> None:
+def test_truncated_answer_is_an_error(fleet: Fleet) -> None:
     with listening(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{") as (url, _):
         fleet.route(other=url)
         with pytest.raises(httpx.RemoteProtocolError):
@@ -218,7 +218,7 @@ def test_a_stream_that_breaks_off_between_events_ends_with_an_error(
             fleet.http.post(path, json={**body, "stream": True})
 
 
-def test_bodies_that_wait_for_the_other_server_have_a_bound(fleet: Fleet) -> None:
+def test_bodies_waiting_for_other_server_are_bounded(fleet: Fleet) -> None:
     large, go_on = {**ASK, "user": "x" * 600_000}, threading.Event()
     with (
         listening(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", go_on) as (url, came),
@@ -245,7 +245,7 @@ def test_bodies_that_wait_for_the_other_server_have_a_bound(fleet: Fleet) -> Non
         b"{",
     ],
 )
-def test_what_names_no_model_is_refused_here(fleet: Fleet, body: bytes) -> None:
+def test_request_without_model_is_refused_locally(fleet: Fleet, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = fleet.http.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400

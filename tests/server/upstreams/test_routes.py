@@ -17,7 +17,7 @@ from server.upstreams.routes import MAX_FILE_BYTES, MAX_ROUTES, BadModelRoutes, 
         ('{"b": "https://[::1]:8000/swell"}', {"b": "https://[::1]:8000/swell"}),
     ],
 )
-def test_a_file_says_where_models_are(tmp_path: Path, text: str, expected: dict[str, str]) -> None:
+def test_routes_are_read_from_a_file(tmp_path: Path, text: str, expected: dict[str, str]) -> None:
     path = tmp_path / "routes.yaml"
     path.write_text(text)
     assert routes.read_routes(path) == expected
@@ -43,7 +43,7 @@ def test_a_file_says_where_models_are(tmp_path: Path, text: str, expected: dict[
         ("#" * (MAX_FILE_BYTES + 1), "larger than"),
     ],
 )
-def test_what_is_no_list_of_servers_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_invalid_list_of_servers_is_refused(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "routes.yaml"
     path.write_text(text)
     with pytest.raises(BadModelRoutes, match=why):
@@ -55,7 +55,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ModelRoutes(str(tmp_path / "missing"))
 
 
-def test_models_come_and_go_with_the_file_and_a_bad_one_changes_nothing(
+def test_routes_follow_the_file_and_invalid_files_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routes, "CHECK_INTERVAL", 0.0)

@@ -227,7 +227,7 @@ def test_commands_and_replies_of_a_worker_arrive_complete_and_in_order(session: 
     assert read(worker.commands, 4) == b"done"
 
 
-def test_a_node_serves_the_engine_that_comes_next(
+def test_node_serves_next_engine(
     config: EngineConfig,
     lead: Lead,
     start_node: StartNode,
@@ -245,19 +245,19 @@ def test_a_node_serves_the_engine_that_comes_next(
     launch_of(workers.get(timeout=PATIENCE))
 
 
-def test_the_death_of_a_worker_and_its_last_words_reach_the_leader(session: Session) -> None:
+def test_worker_death_and_last_output_reach_leader(session: Session) -> None:
     session.played.close()
     assert last_words(session.worker) == ""
     assert session.worker.commands.recv(1) == b""
 
 
-def test_a_node_that_stops_says_so(session: Session) -> None:
+def test_stopping_node_notifies_leader(session: Session) -> None:
     session.node.node.stop()
     assert last_words(session.worker) == "node 1 is lost: it was told to stop"
     assert session.played.lifeline.recv(1) == b""
 
 
-def test_a_silent_node_is_lost_and_its_workers_end(
+def test_silent_node_is_lost_and_its_workers_exit(
     monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
     monkeypatch.setattr(session.links, "_handle", lambda *_: None)  # as if nothing arrived
@@ -265,7 +265,7 @@ def test_a_silent_node_is_lost_and_its_workers_end(
     assert session.played.lifeline.recv(1) == b""
 
 
-def test_a_node_ends_its_workers_when_nothing_is_heard_of_the_leader(
+def test_node_ends_workers_when_leader_is_silent(
     config: EngineConfig,
     lead: Lead,
     start_node: StartNode,
@@ -319,7 +319,7 @@ def test_another_version_is_refused(
     assert "on the first node but 0.0.9 there" in refusal
 
 
-def test_another_cluster_key_is_named_on_both_sides(
+def test_wrong_cluster_key_is_reported_on_both_sides(
     config: EngineConfig,
     lead: Lead,
     start_node: StartNode,
@@ -337,7 +337,7 @@ def test_another_cluster_key_is_named_on_both_sides(
                 links.wait(lambda _: None, 0.1)
 
 
-def test_a_second_node_of_the_same_number_waits_and_says_why(
+def test_second_node_with_same_number_waits_and_logs_reason(
     config: EngineConfig, session: Session, start_node: StartNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert session.launch.rank == 1
@@ -349,7 +349,7 @@ def test_a_second_node_of_the_same_number_waits_and_says_why(
     )
 
 
-def test_a_node_without_engine_gives_up_and_says_what_is_missing(
+def test_node_without_engine_gives_up_and_names_what_is_missing(
     config: EngineConfig, start_node: StartNode
 ) -> None:
     node = start_node(on_node_1(config), 0.1)
@@ -368,7 +368,7 @@ ENDLESS = b"\x06" + (1 << 40).to_bytes(8)
     [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n" * 64, GREETING + ENDLESS],
     ids=["noise", "http", "endless"],
 )
-def test_a_stranger_is_hung_up_on_and_disturbs_nobody(
+def test_connection_of_stranger_is_closed_without_effect(
     data: bytes, config: EngineConfig, session: Session
 ) -> None:
     port = config.parallel.master_port
@@ -413,7 +413,7 @@ def peer(config: EngineConfig) -> Iterator[Peer]:
     made.close()
 
 
-def test_a_hello_that_comes_twice_is_one_node_and_of_another_peer_none(
+def test_repeated_hello_counts_once_and_other_peer_is_ignored(
     config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
 ) -> None:
     hello = Join(SWELL_VERSION, 1, agreement(config))
@@ -435,7 +435,7 @@ def test_a_hello_that_comes_twice_is_one_node_and_of_another_peer_none(
         second.close()
 
 
-def test_nodes_hear_at_once_how_much_silence_they_may_bear_when_the_engine_has_started(
+def test_nodes_get_silence_timeout_when_engine_has_started(
     config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
 ) -> None:
     rarely = msgspec.structs.replace(config.cluster, heartbeat_interval=10 * PATIENCE)
@@ -449,7 +449,7 @@ def test_nodes_hear_at_once_how_much_silence_they_may_bear_when_the_engine_has_s
         pass  # it may have said before that it starts
 
 
-def test_what_no_node_says_is_dropped(
+def test_messages_from_unknown_nodes_are_dropped(
     config: EngineConfig, lead: Lead, begun: Begin, peer: Peer
 ) -> None:
     peer.say(Join(SWELL_VERSION, 1, agreement(config)))
@@ -469,9 +469,7 @@ def test_what_no_node_says_is_dropped(
     assert last_words(worker) == "node 1 is lost: its connection has ended"
 
 
-def test_an_engine_whose_nodes_do_not_come_says_which_and_what_to_do(
-    config: EngineConfig, lead: Lead
-) -> None:
+def test_engine_names_missing_nodes_and_gives_advice(config: EngineConfig, lead: Lead) -> None:
     messages: list[str] = []
     with pytest.raises(NodesMissing, match="same command with --node-rank 1 there"):
         lead(config).wait(messages.append, 0.3)
@@ -481,7 +479,7 @@ def test_an_engine_whose_nodes_do_not_come_says_which_and_what_to_do(
     ]
 
 
-def test_models_with_other_contents_differ_and_a_simulated_engine_cannot_span(
+def test_different_model_contents_are_detected_and_simulated_engines_cannot_span_nodes(
     config: EngineConfig,
 ) -> None:
     local = agreement(config)

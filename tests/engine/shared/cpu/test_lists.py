@@ -25,7 +25,7 @@ from engine.shared.cpu.lists import (
         (str(MAX_CPUS - 1), (MAX_CPUS - 1,)),
     ],
 )
-def test_a_list_is_read(text: str, cpus: tuple[int, ...]) -> None:
+def test_cpu_list_is_read(text: str, cpus: tuple[int, ...]) -> None:
     assert read_list(text) == cpus
 
 
@@ -47,20 +47,20 @@ def test_a_list_is_read(text: str, cpus: tuple[int, ...]) -> None:
         ("0-3|3-5", "CPU 3 is in two lists"),
     ],
 )
-def test_what_is_no_list_is_refused_by_the_flag_s_name(text: str, complaint: str) -> None:
+def test_invalid_list_is_refused_by_flag_name(text: str, complaint: str) -> None:
     with pytest.raises(BadCpuList, match=complaint):
         read_lists(text)
     with pytest.raises(ValueError, match=f"--cpu-bind .*{complaint}"):
         ExecutorConfig(cpu_bind=text)
 
 
-def test_a_long_list_is_neither_repeated_whole_nor_expanded() -> None:
+def test_long_list_is_neither_echoed_nor_expanded() -> None:
     with pytest.raises(BadCpuList) as refused:
         read_lists(",".join(["0-8191"] * 10_000))
     assert len(str(refused.value)) < 200
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_list_is_read_back() -> None:
     draw = random.Random(1)
     for _ in range(1000):
         cpus = draw.sample(range(64), draw.randint(1, 40))
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_again() -> None:
         assert list_text(read_list(list_text(lists[0]))) == list_text(lists[0])
 
 
-def test_auto_and_none_list_nothing() -> None:
+def test_auto_and_none_list_no_cpus() -> None:
     assert ExecutorConfig().cpu_bind == "auto"
     assert ExecutorConfig().bound_to == ExecutorConfig(cpu_bind="none").bound_to == ()
     assert ExecutorConfig(cpu_bind="0-1|3").bound_to == ((0, 1), (3,))

@@ -47,7 +47,7 @@ def test_a_container_sees_its_own_cpus_only(monkeypatch: pytest.MonkeyPatch, roo
     assert read_topology(root) == Topology((((6,), (7,)),))
 
 
-def test_where_sys_says_nothing_there_is_one_node(
+def test_machine_without_sysfs_has_one_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     usable(monkeypatch, 0, 1)
@@ -82,7 +82,7 @@ def test_a_system_without_binding_has_no_topology(monkeypatch: pytest.MonkeyPatc
         ("3:cpuset:/", {"cpu/cpu.cfs_quota_us": "1", "cpu/cpu.cfs_period_us": "1"}, None),
     ],
 )
-def test_the_least_quota_of_all_control_groups_counts(
+def test_smallest_quota_of_all_control_groups_applies(
     tmp_path: Path, groups: str, files: dict[str, str], quota: float | None
 ) -> None:
     write(tmp_path / "proc/self/cgroup", groups)
@@ -91,17 +91,17 @@ def test_the_least_quota_of_all_control_groups_counts(
     assert cpu_quota(tmp_path) == quota
 
 
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+def test_no_limit_without_control_groups(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 
 
-def test_this_machine_has_the_cpus_that_this_process_may_use() -> None:
+def test_topology_of_this_machine_has_allowed_cpus() -> None:
     topology = read_topology()
     assert topology is not None
     assert set(topology.cpus) == os.sched_getaffinity(0)
 
 
-def test_a_process_that_cannot_be_bound_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_process_that_cannot_be_bound_continues(caplog: pytest.LogCaptureFixture) -> None:
     before = os.sched_getaffinity(0)
     assert not bind_process(())
     assert not bind_process((8191,))

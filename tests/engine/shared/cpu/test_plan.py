@@ -32,26 +32,26 @@ def span(first: int, last: int) -> CpuList:
     return tuple(range(first, last + 1))
 
 
-def test_each_of_two_engines_gets_a_numa_node_less_what_front_ends_need() -> None:
+def test_two_engines_get_a_numa_node_each_minus_front_end_cores() -> None:
     plan = make_plan(request("auto", 2, others=3), machine(2, 32))
     assert plan.engines == ((span(2, 31),), (span(34, 63),))
     assert plan.others == (0, 1, 32, 33)
     assert [plan.of_engine(number) for number in range(3)] == ["2-31", "34-63", "none"]
 
 
-def test_cores_are_shared_out_whole_with_all_their_threads() -> None:
+def test_cores_are_assigned_with_all_their_threads() -> None:
     plan = make_plan(request("auto", 2), machine(2, 4, threads=2))
     assert plan.engines == (((0, 1, 2, 3, 8, 9, 10, 11),), ((4, 5, 6, 7, 12, 13, 14, 15),))
 
 
-def test_processes_of_one_engine_are_on_one_node_where_there_is_room() -> None:
+def test_processes_of_one_engine_share_a_node_if_possible() -> None:
     plan = make_plan(request("auto", 2, processes=2), machine(2, 8))
     assert plan.engines == ((span(0, 3), span(4, 7)), (span(8, 11), span(12, 15)))
     alone = make_plan(request("auto", 1, processes=2), machine(2, 8))
     assert alone.engines == ((span(0, 7), span(8, 15)),)
 
 
-def test_an_engine_gets_neighbouring_nodes_where_there_are_more_nodes_than_engines() -> None:
+def test_engine_gets_neighbouring_nodes_if_nodes_outnumber_engines() -> None:
     plan = make_plan(request("auto", 2), machine(4, 8))
     assert plan.engines == ((span(0, 15),), (span(16, 31),))
 
@@ -74,7 +74,7 @@ def test_an_engine_gets_neighbouring_nodes_where_there_are_more_nodes_than_engin
         (request("auto", 2), Topology((((0,), (1,), (2,)), ((8,),))), "left over"),
     ],
 )
-def test_auto_leaves_alone_what_it_could_make_worse(
+def test_auto_does_not_bind_if_that_could_be_slower(
     made: BindRequest, topology: Topology | None, reason: str
 ) -> None:
     plan = make_plan(made, topology)
@@ -83,11 +83,11 @@ def test_auto_leaves_alone_what_it_could_make_worse(
     assert plan.of_engine(0) == "none"
 
 
-def test_a_quota_of_all_cpus_is_none() -> None:
+def test_quota_of_all_cpus_is_no_limit() -> None:
     assert make_plan(request("auto", 2), machine(2, 32, quota=64.0)).engines
 
 
-def test_lists_are_taken_as_they_are_and_front_ends_get_the_rest() -> None:
+def test_lists_are_used_unchanged_and_front_ends_get_the_rest() -> None:
     plan = make_plan(request("1-3|5-7", 2, others=2), machine(2, 4))
     assert plan == CpuPlan((((1, 2, 3),), ((5, 6, 7),)), (0, 4))
     crowded = make_plan(request("1-3|5-7", 2, others=3), machine(2, 4))
@@ -101,12 +101,12 @@ def test_a_list_for_an_engine_is_divided_among_its_processes_by_whole_cores() ->
     assert uneven.engines == (((0, 1), (2, 3), (4,)),)
 
 
-def test_lists_for_processes_go_engine_by_engine() -> None:
+def test_lists_for_processes_are_grouped_by_engine() -> None:
     plan = make_plan(request("0|1|2|3", 2, processes=2), machine(1, 4))
     assert plan.engines == (((0,), (1,)), ((2,), (3,)))
 
 
-def test_more_lists_than_engines_are_for_those_that_scaling_adds() -> None:
+def test_extra_lists_are_for_engines_added_by_scaling() -> None:
     plan = make_plan(request("0|1|2", 2), machine(1, 4))
     assert [plan.of_engine(number) for number in range(4)] == ["0", "1", "2", "none"]
 
@@ -123,7 +123,7 @@ def test_more_lists_than_engines_are_for_those_that_scaling_adds() -> None:
         (request("0-3|4-7", 2), None, "needs Linux"),
     ],
 )
-def test_lists_that_do_not_fit_are_refused_by_the_flag_s_name(
+def test_mismatched_lists_are_refused_by_flag_name(
     made: BindRequest, topology: Topology | None, complaint: str
 ) -> None:
     with pytest.raises(BadCpuBind, match=f"--cpu-bind .*{complaint}"):
@@ -169,7 +169,7 @@ def check_auto(plan: CpuPlan, made: BindRequest, topology: Topology) -> None:
     assert made.threads is None or made.threads // made.processes <= min(map(len, flat))
 
 
-def test_whatever_the_machine_no_cpu_is_given_twice_and_auto_keeps_its_promises() -> None:
+def test_no_cpu_is_assigned_twice_on_random_machines() -> None:
     draw = random.Random(20)
     bound = 0
     for _ in range(5000):
@@ -195,7 +195,7 @@ def test_whatever_the_machine_no_cpu_is_given_twice_and_auto_keeps_its_promises(
     assert bound > 200, "it was seen to bind"
 
 
-def test_whatever_the_machine_lists_are_kept_or_refused() -> None:
+def test_lists_are_used_unchanged_or_refused_on_random_machines() -> None:
     draw = random.Random(21)
     kept = 0
     for _ in range(5000):

@@ -38,7 +38,7 @@ NODES = [node("head", 2), node("b", 3), node("c", 1), node("d", 4)]
         ("strict", None, 5, {}),
     ],
 )
-def test_ranks_are_planned_as_the_strategy_says(
+def test_ranks_are_planned_according_to_strategy(
     strategy: PackStrategy, per_node: int | None, ranks: int, expected: dict[str, int]
 ) -> None:
     planned = Packing(strategy, NEEDS, per_node, "id-head").plan(NODES, ranks)
@@ -49,7 +49,7 @@ def test_ranks_are_planned_as_the_strategy_says(
     assert max_ranks_per_node(planned) == max(expected.values(), default=1)
 
 
-def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:
+def test_rank_goes_to_free_node_and_avoids_node_of_lost_rank() -> None:
     nodes = [node("head", 2, free=0), node("b", 3, free=1), node("c", 1)]
     fill = Packing("fill", NEEDS)
     assert fill.choose(nodes, {}).node == nodes[1]
@@ -57,7 +57,7 @@ def test_a_rank_goes_where_there_is_room_and_last_where_one_was_lost() -> None:
     assert fill.choose(nodes[:2], {}, avoid={"id-b"}).node == nodes[1]
 
 
-def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
+def test_missing_resources_are_those_insufficient_on_every_node() -> None:
     def with_free(cpus: float, slots: float) -> RayNode:
         return node("a", 2)._replace(free={"CPU": cpus, "slot": slots})
 
@@ -68,7 +68,7 @@ def test_what_is_missing_is_what_no_node_has_enough_of() -> None:
     assert fill.choose([with_free(2, 1)], {}).lacks == ""
 
 
-def test_ranks_that_ray_does_not_report_yet_count() -> None:
+def test_unreported_ranks_count_as_placed() -> None:
     """Free resources are reported with a delay, so recently placed ranks are tracked here."""
     nodes = [node("head", 2), node("b", 1)]
     fill = Packing("fill", NEEDS)
@@ -88,7 +88,7 @@ def test_strict_keeps_its_number_for_ranks_that_are_placed_again() -> None:
     assert Packing("fill", NEEDS, 2, "id-head").full({"id-d": 9}) == []
 
 
-def test_ranks_that_are_added_later_go_wherever_there_is_room_unless_a_limit_was_given() -> None:
+def test_added_ranks_go_to_any_free_node_without_limit() -> None:
     nodes = [node("head", 4), node("b", 3)]
     strict = Packing("strict", NEEDS, None, "id-head")
     assert strict.choose(nodes, {"id-head": 2}).node == nodes[0]
@@ -100,13 +100,13 @@ def test_ranks_that_are_added_later_go_wherever_there_is_room_unless_a_limit_was
     assert Packing("fill", NEEDS, 0, "id-head").full({}) == ["id-head"]
 
 
-def test_a_head_without_room_for_its_ranks_is_refused_as_such() -> None:
+def test_head_without_resources_for_its_ranks_is_refused() -> None:
     refused = Packing("fill", NEEDS, 3, "id-head").refusal(NODES, 4)
     assert refused is not None
     assert "--data-parallel-size-local wants 3 ranks on the supervisor's node" in refused
 
 
-def test_a_refusal_names_what_is_needed_and_free_on_each_node_and_what_to_do() -> None:
+def test_refusal_lists_needed_and_free_resources_with_advice() -> None:
     nodes = [node("head", 2, free=1), node("b", 1)]
     assert Packing("fill", NEEDS).refusal(nodes, 2) is None
     refused = Packing("fill", NEEDS).refusal(nodes, 3)
@@ -119,7 +119,7 @@ def test_a_refusal_names_what_is_needed_and_free_on_each_node_and_what_to_do() -
     assert "--data-parallel-size-local" in strict
 
 
-def test_a_rank_larger_than_any_node_is_refused_as_such() -> None:
+def test_rank_larger_than_any_node_is_refused() -> None:
     refused = Packing("span", {"GPU": 8.0}).refusal(
         [RayNode("a", "a", {"GPU": 4.0}, {"GPU": 4.0}), RayNode("b", "b", {}, {})], 1
     )

@@ -26,7 +26,7 @@ def config_of(model: str) -> EngineConfig:
     )  # fmt: skip
 
 
-def test_the_key_is_a_file_on_no_disk() -> None:
+def test_cluster_key_is_an_in_memory_file() -> None:
     key = in_memory(b"a secret")
     assert key is not None
     path = adapted(config_of("m"), AT_HEAD, key, "10.0.0.2").cluster.cluster_key_file
@@ -38,17 +38,17 @@ def test_the_key_is_a_file_on_no_disk() -> None:
     assert adapted(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster.cluster_key_file is None
 
 
-def test_what_belongs_to_the_supervisors_node_stays_there() -> None:
+def test_node_specific_settings_are_not_sent() -> None:
     cluster = adapted(config_of("m"), AT_HEAD, None, "10.0.0.2").cluster
     assert cluster == ClusterConfig(coordinator="head:7550", node="10.0.0.2")
 
 
-def test_the_bundled_model_is_that_of_the_node() -> None:
+def test_bundled_model_path_is_that_of_the_node() -> None:
     assert adapted(config_of(AT_HEAD), AT_HEAD, None, "10.0.0.2").model.model == str(BUNDLED_MODEL)
     assert adapted(config_of("/models/m"), AT_HEAD, None, "10.0.0.2").model.model == "/models/m"
 
 
-def test_an_api_server_whose_address_is_taken_says_what_to_do() -> None:
+def test_api_server_with_address_in_use_gives_advice() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         http = HttpConfig(port=taken.getsockname()[1])
         config = FrontEndConfig(http=http)

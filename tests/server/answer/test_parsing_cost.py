@@ -103,7 +103,7 @@ def work(reader: AnswerReader, text: str) -> int:
     return total
 
 
-def test_all_formats_are_looked_at() -> None:
+def test_cost_tests_cover_all_formats() -> None:
     assert BEGUN.keys() | SAME.keys() == CALL_FORMATS.keys()
 
 
@@ -133,7 +133,7 @@ def test_a_header_that_does_not_end_is_content() -> None:
 
 
 @pytest.mark.parametrize("name", BEGUN)
-def test_a_whole_answer_costs_what_its_pieces_cost(name: str) -> None:
+def test_parsing_cost_is_the_same_for_whole_and_pieces(name: str) -> None:
     """Parsers rescan the rest after each tag, so they must receive small pieces."""
     given: list[int] = []
 

@@ -21,7 +21,7 @@ NEVER_COPIED = frozenset(
 """Node-specific variables that are never copied."""
 
 
-def needs_of_rank(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Resources:
+def rank_resources(config: EngineConfig, ray: RayConfig, *, has_gpus: bool) -> Resources:
     """Return the needs of one rank as one bundle, as its processes share a node.
 
     Args:

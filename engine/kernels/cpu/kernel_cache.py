@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @cache
-def kept_directory(target: str) -> str | None:
+def cache_directory(target: str) -> str | None:
     """Return the user's cache directory for a target's kernels; None if it cannot be created.
 
     It is initialized from the installation's kernels. `NUMBA_CACHE_DIR` overrides it.

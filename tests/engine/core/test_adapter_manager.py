@@ -80,7 +80,7 @@ def engine(tmp_path: Path) -> Any:
     made.store.shutdown()
 
 
-def test_an_entry_is_read_and_serves_until_it_leaves_the_sheet(engine: Engine) -> None:
+def test_adapter_is_served_until_it_leaves_the_table(engine: Engine) -> None:
     held = engine.take(1, AdapterEntry(1, "sql", "sql"))[1]
     assert held.version
     assert engine.run(1, held.version)[-1].finish_reason == "length"
@@ -113,16 +113,14 @@ def test_the_same_content_under_two_names_is_one_version(engine: Engine, tmp_pat
     assert held[1].version in engine.store
 
 
-def test_an_older_sheet_changes_nothing(engine: Engine) -> None:
+def test_older_adapter_table_changes_nothing(engine: Engine) -> None:
     entry = AdapterEntry(1, "sql", "sql")
     held = engine.take(5, entry)
     engine.core.adapters.take(AdapterTable(4))
     assert engine.take(5, entry) == held
 
 
-def test_files_that_were_changed_since_are_not_taken_for_the_version(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_changed_files_do_not_count_as_the_same_version(engine: Engine, tmp_path: Path) -> None:
     version = engine.take(1, AdapterEntry(1, "sql", "sql"))[1].version
     engine.take(2)
     write_adapter(tmp_path / "sql", seed=9)
@@ -152,7 +150,7 @@ def test_paths_outside_too_many_adapters_and_bad_ones_are_reported(tmp_path: Pat
     closed.store.shutdown()
 
 
-def test_adapters_of_the_settings_may_lie_anywhere(tmp_path: Path) -> None:
+def test_configured_adapters_can_be_in_any_directory(tmp_path: Path) -> None:
     write_adapter(tmp_path / "one")
     write_adapter(tmp_path / "two", seed=2)
     text = json.dumps({"name": "two", "path": str(tmp_path / "two")})
@@ -165,7 +163,7 @@ def test_adapters_of_the_settings_may_lie_anywhere(tmp_path: Path) -> None:
     engine.store.shutdown()
 
 
-def test_pins_are_asked_for_by_name(engine: Engine) -> None:
+def test_adapters_are_pinned_by_name(engine: Engine) -> None:
     engine.take(1, AdapterEntry(1, "sql", "sql"), AdapterEntry(2, "law", "law"))
     assert engine.call("pin_lora", name="sql") == {"is_pinned": True}
     assert "--max-loras" in engine.call("pin_lora", name="law")
@@ -174,7 +172,7 @@ def test_pins_are_asked_for_by_name(engine: Engine) -> None:
     assert engine.call("pin_lora", name="law") == {"is_pinned": True}
 
 
-def test_stats_say_which_adapters_run_and_wait(engine: Engine) -> None:
+def test_stats_list_running_and_waiting_adapters(engine: Engine) -> None:
     held = engine.take(1, *(AdapterEntry(i, n, n) for i, n in enumerate(("sql", "law", "art"), 1)))
     versions = [each.version for _, each in sorted(held.items())]
     for id, version in enumerate(versions, 1):

@@ -96,7 +96,7 @@ def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Any:
     )
 
 
-def test_a_conversation_goes_on_at_any_front_end(
+def test_conversation_continues_on_any_front_end(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     first = ask(client, "one", instructions="Be brief.")
@@ -116,7 +116,9 @@ def test_a_streamed_response_is_stored_before_its_end_is_sent(client: openai.Ope
     assert client.responses.retrieve(final.id).output_text == "hello world"
 
 
-def test_what_was_kept_is_shown_and_forgotten(client: openai.OpenAI, other: openai.OpenAI) -> None:
+def test_stored_response_is_retrieved_and_deleted(
+    client: openai.OpenAI, other: openai.OpenAI
+) -> None:
     made = ask(client, "one")
     assert other.responses.retrieve(made.id) == made
     items: list[Any] = list(other.responses.input_items.list(made.id))
@@ -131,14 +133,14 @@ def test_what_was_kept_is_shown_and_forgotten(client: openai.OpenAI, other: open
             gone()
 
 
-def test_a_client_may_not_want_its_response_kept(client: openai.OpenAI) -> None:
+def test_responses_with_store_false_are_not_stored(client: openai.OpenAI) -> None:
     made = ask(client, "one", store=False)
     assert not made.store
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 
 
-def test_a_response_that_cannot_be_stored_is_an_error_to_a_client_that_wants_it_stored(
+def test_unstorable_response_is_an_error_if_store_is_requested(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: SqlBackend, tenant: str, *_: Any, **__: Any) -> None:
@@ -155,7 +157,7 @@ def test_a_response_that_cannot_be_stored_is_an_error_to_a_client_that_wants_it_
     assert 'swell_responses_not_kept_total{model_name="tiny"} 3.0' in metrics
 
 
-def test_items_can_be_referred_to(client: openai.OpenAI, engines: Any) -> None:
+def test_items_can_be_referenced(client: openai.OpenAI, engines: Any) -> None:
     made = ask(client, "one")
     reference = {"type": "item_reference", "id": made.output[0].id}
     ask(client, [reference, {"role": "user", "content": "two"}])
@@ -165,9 +167,7 @@ def test_items_can_be_referred_to(client: openai.OpenAI, engines: Any) -> None:
             ask(client, [{"type": "item_reference", "id": unknown}])
 
 
-def test_what_was_referred_to_is_part_of_the_conversation(
-    client: openai.OpenAI, engines: Any
-) -> None:
+def test_referenced_items_are_part_of_the_conversation(client: openai.OpenAI, engines: Any) -> None:
     made = ask(client, "one")
     reference = {"type": "item_reference", "id": made.output[0].id}
     second = ask(client, [reference, {"role": "user", "content": "two"}])
@@ -179,7 +179,9 @@ def test_what_was_referred_to_is_part_of_the_conversation(
     )
 
 
-def test_a_call_of_an_earlier_response_is_blamed_on_it(client: openai.OpenAI) -> None:
+def test_invalid_call_of_earlier_turn_is_reported_on_its_source_field(
+    client: openai.OpenAI,
+) -> None:
     call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 200}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, [call])
@@ -226,7 +228,7 @@ def ended(client: openai.OpenAI, id_: str) -> Any:
     return found[0]
 
 
-def test_a_response_is_made_in_the_background(client: openai.OpenAI, other: openai.OpenAI) -> None:
+def test_response_is_generated_in_background(client: openai.OpenAI, other: openai.OpenAI) -> None:
     queued = ask(client, "one", background=True)
     assert queued.status == "queued"
     found = ended(other, queued.id)
@@ -235,7 +237,7 @@ def test_a_response_is_made_in_the_background(client: openai.OpenAI, other: open
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_response_in_the_background_can_be_given_up(
+def test_background_response_can_be_cancelled(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any, elsewhere: bool
 ) -> None:
     engines.script = lambda stream: []
@@ -248,7 +250,7 @@ def test_a_response_in_the_background_can_be_given_up(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_response_that_is_deleted_while_it_is_made_does_not_come_back(
+def test_response_deleted_during_generation_stays_deleted(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any, elsewhere: bool
 ) -> None:
     engines.script = lambda stream: []
@@ -263,7 +265,7 @@ def test_a_response_that_is_deleted_while_it_is_made_does_not_come_back(
         client.responses.retrieve(queued.id)
 
 
-def test_what_goes_wrong_in_the_background_is_kept(client: openai.OpenAI) -> None:
+def test_background_failure_is_stored(client: openai.OpenAI) -> None:
     queued = ask(client, "one", background=True, max_output_tokens=10**6)
     found = ended(client, queued.id)
     assert found.error is not None
@@ -290,7 +292,7 @@ def test_events_of_a_background_response_can_be_replayed(
         client.get(f"/responses/{id_}?stream=true&starting_after=x", cast_to=dict)
 
 
-def test_a_disconnected_client_can_continue_listening_at_any_front_end(
+def test_disconnected_client_can_resume_stream_on_any_front_end(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     engines.script = lambda stream: []
@@ -308,7 +310,7 @@ def test_a_disconnected_client_can_continue_listening_at_any_front_end(
 
 
 @pytest.mark.parametrize("config", [HttpConfig(sse_keep_alive=0.2)], indirect=True)
-def test_followers_of_a_silent_response_get_comments_that_are_not_stored(
+def test_followers_of_silent_response_get_unstored_comments(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     answer = engines.answer("hello world")
@@ -329,7 +331,7 @@ def test_followers_of_a_silent_response_get_comments_that_are_not_stored(
     assert events[-1].response.output_text == "hello world"
 
 
-def test_the_events_of_a_response_that_is_given_up_end(
+def test_events_of_cancelled_response_end(
     client: openai.OpenAI, other: openai.OpenAI, engines: Any
 ) -> None:
     engines.script = lambda stream: engines.answer("hello world")(stream)[:1]
@@ -340,7 +342,7 @@ def test_the_events_of_a_response_that_is_given_up_end(
     assert "response.completed" not in [event.type for event in events_of(other, id_)]
 
 
-def test_what_goes_wrong_is_the_last_event(client: openai.OpenAI, engines: Any) -> None:
+def test_failure_is_the_last_event(client: openai.OpenAI, engines: Any) -> None:
     engines.script = lambda stream: [*engines.answer("hello world")(stream)[:1], RuntimeError("x")]
     events = list(ask(client, "one", background=True, stream=True))
     assert events[-1].type == "error"
@@ -356,7 +358,7 @@ def made_by(events: Any) -> str:
     return made
 
 
-def test_events_of_a_response_whose_process_ended_end_with_its_failure(
+def test_events_of_dead_process_end_with_a_failure(
     client: openai.OpenAI,
     new_store: Callable[[], ResponseStore],
     engines: Any,
@@ -373,7 +375,7 @@ def test_events_of_a_response_whose_process_ended_end_with_its_failure(
     assert (last.type, last.response.status) == ("response.failed", "failed")
 
 
-def test_a_stream_of_kept_events_outlives_a_store_that_fails_for_a_moment(
+def test_event_stream_survives_brief_store_failure(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = list(ask(client, "one", background=True, stream=True))
@@ -393,14 +395,14 @@ def test_a_stream_of_kept_events_outlives_a_store_that_fails_for_a_moment(
     assert (last.type, last.code) == ("error", "server_error")
 
 
-def test_only_what_was_made_in_the_background_has_events(client: openai.OpenAI) -> None:
+def test_only_background_responses_have_stored_events(client: openai.OpenAI) -> None:
     made = ask(client, "one")
     with pytest.raises(openai.BadRequestError) as caught:
         events_of(client, made.id)
     assert caught.value.param == "stream"
 
 
-def test_of_too_many_events_the_last_is_kept(
+def test_last_of_too_many_events_is_stored(
     client: openai.OpenAI, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.api.responses.journal.MAX_STORED_EVENTS", 10)
@@ -410,7 +412,7 @@ def test_of_too_many_events_the_last_is_kept(
 
 
 @pytest.mark.parametrize("config", [GuardConfig(api_key=("secret", "another"))], indirect=True)
-def test_what_one_tenant_keeps_is_nothing_to_another(client: openai.OpenAI) -> None:
+def test_stored_responses_are_private_to_tenant(client: openai.OpenAI) -> None:
     made = ask(client, "one")
     conversation = client.conversations.create()
     stranger = client.with_options(api_key="another")
@@ -436,7 +438,7 @@ def test_what_one_tenant_keeps_is_nothing_to_another(client: openai.OpenAI) -> N
         ({"background": True, "store": False}, "background"),
     ],
 )
-def test_what_does_not_go_together_is_named(
+def test_conflicting_fields_are_named(
     client: openai.OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -445,7 +447,7 @@ def test_what_does_not_go_together_is_named(
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up"])
-def test_wrong_queries_are_refused(client: openai.OpenAI, query: str) -> None:
+def test_invalid_queries_are_refused(client: openai.OpenAI, query: str) -> None:
     made = ask(client, "one")
     answer = client.get(f"/responses/{made.id}/input_items?limit=1", cast_to=dict)
     assert answer
@@ -453,7 +455,7 @@ def test_wrong_queries_are_refused(client: openai.OpenAI, query: str) -> None:
         client.get(f"/responses/{made.id}/input_items?{query}", cast_to=dict)
 
 
-def test_a_response_whose_process_is_silent_has_failed_until_it_is_heard_again(
+def test_response_of_silent_process_counts_as_failed_until_next_beat(
     client: openai.OpenAI,
     new_store: Callable[[], ResponseStore],
     engines: Any,
@@ -470,25 +472,25 @@ def test_a_response_whose_process_is_silent_has_failed_until_it_is_heard_again(
         monkeypatch.setattr("server.store.service.SILENCE", silence)
         return str(client.responses.retrieve(silent.id).status)
 
-    def is_taken_for_failed() -> bool:
+    def counts_as_failed() -> bool:
         return status_after(0.5) == "failed"
 
     backend.put("0", silent)
     assert status_after(PATIENCE) == "in_progress"
-    until(is_taken_for_failed, "it is taken for failed")
+    until(counts_as_failed, "it is taken for failed")
     error = client.responses.retrieve(silent.id).error
     assert error is not None
     assert error.code == "server_error"
     backend.beat("0", [silent.id])
     assert status_after(PATIENCE) == "in_progress"
-    until(is_taken_for_failed, "it is taken for failed again")
+    until(counts_as_failed, "it is taken for failed again")
     backend.put("0", msgspec.structs.replace(silent, status="completed"))
     assert client.responses.retrieve(silent.id).error is None, "what finishes is not lost"
     client.responses.cancel(queued.id)
 
 
 @pytest.mark.parametrize("jump", [-1e9, 1e9])
-def test_a_step_of_the_clock_loses_nothing(
+def test_clock_changes_lose_no_responses(
     client: openai.OpenAI,
     new_app: Callable[[], FastAPI],
     served: Any,
@@ -511,7 +513,7 @@ def test_a_step_of_the_clock_loses_nothing(
     client.responses.cancel(queued.id)
 
 
-def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
+def test_too_long_conversation_is_refused_by_name(
     client: openai.OpenAI, new_store: Callable[[], ResponseStore]
 ) -> None:
     made = ask(client, "one")
@@ -525,7 +527,7 @@ def test_a_conversation_that_is_too_long_to_go_on_with_is_named(
     assert caught.value.param == "previous_response_id"
 
 
-def test_what_many_unfinished_responses_hold_is_too_much_to_go_on_with(
+def test_items_of_unfinished_responses_count_against_the_limit(
     client: openai.OpenAI,
 ) -> None:
     """Each is stored before the total number of turns is checked."""
@@ -538,7 +540,7 @@ def test_what_many_unfinished_responses_hold_is_too_much_to_go_on_with(
     assert caught.value.param == "previous_response_id"
 
 
-def test_an_item_counts_as_often_as_it_is_referred_to(client: openai.OpenAI, engines: Any) -> None:
+def test_each_reference_to_an_item_counts(client: openai.OpenAI, engines: Any) -> None:
     engines.script = engines.answer("hello " * 600)
     made = ask(client, "one", max_output_tokens=3000)
     reference = {"type": "item_reference", "id": made.output[0].id}
@@ -547,7 +549,7 @@ def test_an_item_counts_as_often_as_it_is_referred_to(client: openai.OpenAI, eng
         ask(client, [reference] * 2000)
 
 
-def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:
+def test_requests_that_need_a_store_are_refused_without_one(http: Any) -> None:
     for field, value in {
         "store": True, "background": True, "previous_response_id": "a", "conversation": "a",
     }.items():  # fmt: skip
@@ -559,7 +561,7 @@ def test_without_a_store_what_needs_one_is_refused(http: Any) -> None:
     assert http.get("/v1/responses/resp_1").status_code == 404
 
 
-def test_followers_of_background_responses_are_counted_where_they_are_let_in(
+def test_followers_of_background_responses_are_counted_by_admission(
     new_store: Callable[[], ResponseStore],
 ) -> None:
     store = new_store()

@@ -39,7 +39,7 @@ class Decodes:
 
     def step(self) -> list[int]:
         """Return the tenant of each row of the next step."""
-        held = self.fairness.hold(self.requests)
+        held = self.fairness.begin_decodes(self.requests)
         return [each.tenant for each in self.requests if each.id not in held]
 
     def rows(self, steps: int) -> list[int]:
@@ -48,7 +48,7 @@ class Decodes:
 
 
 @pytest.mark.parametrize("tenants", [1, 4, 9, 16, 64])
-def test_large_tenants_together_add_the_root_of_their_number_times_what_one_may(
+def test_n_large_tenants_add_at_most_sqrt_n_times_the_limit_of_one(
     tenants: int,
 ) -> None:
     streams = 1
@@ -61,7 +61,7 @@ def test_large_tenants_together_add_the_root_of_their_number_times_what_one_may(
 
 @settings(max_examples=200)
 @given(sequences=st.lists(st.integers(1, 40), min_size=2, max_size=12))
-def test_no_tenant_gets_fewer_rows_than_the_smallest_one(sequences: list[int]) -> None:
+def test_no_tenant_gets_fewer_rows_than_the_smallest(sequences: list[int]) -> None:
     engine = Decodes(sequences)
     for _ in range(20):
         rows = engine.step()
@@ -73,9 +73,9 @@ def test_the_rows_of_equal_tenants_are_not_limited() -> None:
     assert set(Decodes([30] * 10).rows(20)) == {300}
 
 
-def test_every_sequence_of_a_large_tenant_gets_its_turn() -> None:
+def test_every_sequence_of_large_tenant_is_decoded_in_turn() -> None:
     engine = Decodes([2, *[50] * 9])
     waiting = {each.id for each in engine.requests}
     for _ in range(60):
-        waiting &= set(engine.fairness.hold(engine.requests))
+        waiting &= set(engine.fairness.begin_decodes(engine.requests))
     assert not waiting

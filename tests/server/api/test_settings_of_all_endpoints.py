@@ -126,14 +126,14 @@ def response_text(answer: httpx.Response, path: str) -> str:
     return str(error["message"]) if path.startswith("/v1/messages") else str(error["param"])
 
 
-def test_the_requests_that_come_to_engines_are_found(everywhere: Any) -> None:
+def test_recorded_requests_cover_all_engine_endpoints(everywhere: Any) -> None:
     paths = {name.split()[0] for name, _ in everywhere().asks()}
     assert {"/v1/completions", "/v1/chat/completions/batch", "/v1/messages", "/invocations"} < paths
     assert {"/v1/embeddings", "/pooling", "/classify", "/score", "/v2/rerank"} < paths
     assert not any("tokenize" in path or "conversations" in path for path in paths)
 
 
-def test_with_keys_nobody_chooses_an_engine(everywhere: Any, engines: Any) -> None:
+def test_rank_pinning_is_refused_with_keys(everywhere: Any, engines: Any) -> None:
     for name, ask in everywhere().asks():
         answer = ask(headers=ANN | {"X-data-parallel-rank": "1"})
         assert answer.status_code == 403, name
@@ -141,15 +141,13 @@ def test_with_keys_nobody_chooses_an_engine(everywhere: Any, engines: Any) -> No
         assert engines.streams == [], name
 
 
-def test_where_it_is_allowed_everything_runs_on_the_chosen_engine(
-    everywhere: Any, engines: Any
-) -> None:
+def test_allowed_rank_pinning_applies_to_all_endpoints(everywhere: Any, engines: Any) -> None:
     for name, ask in everywhere(allow_rank_pinning=True).asks():
         assert ask(headers=ANN | {"X-data-parallel-rank": "1"}).status_code == 200, name
         assert {stream.pinned_rank for stream in engines.streams} == {1}, name
 
 
-def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(everywhere: Any) -> None:
+def test_unknown_rank_is_not_retried(everywhere: Any) -> None:
     def script(stream: Any) -> list[Exception]:
         return [NoSuchEngine("there is no engine 339")]
 
@@ -163,7 +161,7 @@ def test_a_rank_that_no_engine_has_is_no_reason_to_try_again(everywhere: Any) ->
         assert "retry-after" not in answer.headers
 
 
-def test_with_keys_only_the_operator_gives_priorities(everywhere: Any, engines: Any) -> None:
+def test_priorities_need_the_operator_key_if_there_are_keys(everywhere: Any, engines: Any) -> None:
     for name, ask in everywhere().asks(priority=-5):
         answer = ask()
         assert answer.status_code == 400, name

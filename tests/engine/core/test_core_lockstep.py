@@ -111,9 +111,7 @@ def test_nothing_is_launched_for_a_last_token_in_flight(member: Member) -> None:
 
 @pytest.mark.parametrize("breaks_in", range(6))
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_steps_that_a_group_gave_up_are_taken_again_in_their_order(
-    breaks_in: int, in_flight: int
-) -> None:
+def test_abandoned_steps_are_launched_again_in_order(breaks_in: int, in_flight: int) -> None:
     undisturbed, member = Member(LateExecutor()), Member(LateExecutor())
     for each in (undisturbed, member):
         each.core.handle(request(max_tokens=6))
@@ -136,7 +134,7 @@ def test_steps_that_a_group_gave_up_are_taken_again_in_their_order(
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
 
 
-def test_results_that_are_there_when_a_group_ends_are_not_lost(member: Member) -> None:
+def test_available_results_are_kept_when_group_ends(member: Member) -> None:
     member.core.handle(request(max_tokens=6))
     member.launch()
     member.launch()
@@ -150,7 +148,7 @@ def test_results_that_are_there_when_a_group_ends_are_not_lost(member: Member) -
     assert [plan.num_tokens for plan in member.executor.plans] == [16, 4, 4]
 
 
-def test_an_engine_does_not_sleep_with_any_step_given_up(member: Member) -> None:
+def test_engine_does_not_sleep_with_abandoned_steps(member: Member) -> None:
     member.launch()  # empty
     member.core.handle(request(max_tokens=6))
     member.launch()
@@ -164,7 +162,7 @@ def test_an_engine_does_not_sleep_with_any_step_given_up(member: Member) -> None
     assert not member.core.halting.is_sleeping
 
 
-def test_an_engine_that_drains_waits_for_rows_in_flight_only(member: Member) -> None:
+def test_draining_engine_waits_only_for_rows_in_flight(member: Member) -> None:
     member.core.handle(request(max_tokens=1))
     member.launch()
     member.launch()

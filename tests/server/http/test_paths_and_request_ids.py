@@ -24,7 +24,7 @@ from server.http.middleware import plain_path
         ("/swell/swell/admin/scale", "/swell", "/admin/scale"),
     ],
 )
-def test_a_path_is_what_is_left_of_it(path: str, root: str, plain: str) -> None:
+def test_paths_are_normalized(path: str, root: str, plain: str) -> None:
     assert plain_path(path, root) == plain
 
 
@@ -36,7 +36,7 @@ def locked(http_of: Any, root: str = "") -> Any:
 
 @pytest.mark.parametrize("path", ["/nowhere", "/health", "/v1/completions", "/admin/x", "/metrics"])
 @pytest.mark.parametrize("name", [None, "mine", "with space", "x" * 300])
-def test_every_answer_names_its_request(http_of: Any, path: str, name: str | None) -> None:
+def test_every_answer_has_a_request_id(http_of: Any, path: str, name: str | None) -> None:
     headers = {} if name is None else {"X-Request-Id": name}
     for http in (locked(http_of), http_of(FrontEndConfig(model=ModelConfig(model="tiny")))):
         for method in ("GET", "POST"):
@@ -47,7 +47,7 @@ def test_every_answer_names_its_request(http_of: Any, path: str, name: str | Non
             assert 0 < len(found[0]) <= 256
 
 
-def test_answers_to_what_nobody_foresaw_name_their_request(http: Any, engines: Any) -> None:
+def test_unexpected_errors_have_a_request_id(http: Any, engines: Any) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError
 
@@ -56,7 +56,7 @@ def test_answers_to_what_nobody_foresaw_name_their_request(http: Any, engines: A
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 
 
-def test_the_name_in_a_body_wins(http: Any) -> None:
+def test_request_id_in_body_wins(http: Any) -> None:
     answer = http.post("/v1/completions", {"prompt": "x", "request_id": "inner"})
     assert answer.headers.get_list("x-request-id") == ["inner"]
 
@@ -64,7 +64,7 @@ def test_the_name_in_a_body_wins(http: Any) -> None:
 @pytest.mark.parametrize("root", ["", "/swell", "/swell/"])
 @pytest.mark.parametrize("before", ["", "/swell", "/swell/swell"])
 @pytest.mark.parametrize("behind", ["", "/", "//"])
-def test_no_spelling_of_a_path_goes_round_the_guards(
+def test_no_spelling_of_a_path_bypasses_the_guards(
     http_of: Any, root: str, before: str, behind: str
 ) -> None:
     http = locked(http_of, root)
@@ -79,6 +79,6 @@ def test_no_spelling_of_a_path_goes_round_the_guards(
     assert known.status_code == (200 if root or not before else 404)
 
 
-def test_a_slash_behind_a_path_means_nothing(http: Any) -> None:
+def test_trailing_slash_is_ignored(http: Any) -> None:
     assert http.post("/v1/completions/", {"prompt": "x"}).status_code == 200
     assert http.get("/v1/models/").json() == http.get("/v1/models").json()

@@ -12,11 +12,11 @@ from engine.shared.config import (
 )
 from server.config import RayConfig
 from server.fleet.backend import CannotServe
-from server.fleet.ray.needs import (
+from server.fleet.ray.resources import (
     copied_environment,
     differences,
     engine_config,
-    needs_of_rank,
+    rank_resources,
     uses_gpus,
 )
 
@@ -46,19 +46,19 @@ TWO = ParallelConfig(tensor_parallel_size=2, data_parallel_rank=3)
          False, {"CPU": 1, "memory": 7000, "slot": 2}),
     ],
 )  # fmt: skip
-def test_needs_follow_from_the_parallel_settings(
+def test_resources_follow_from_parallel_settings(
     config: EngineConfig, ray: RayConfig, has_gpus: bool, needs: dict[str, float]
 ) -> None:
-    assert needs_of_rank(config, ray, has_gpus=has_gpus) == needs
+    assert rank_resources(config, ray, has_gpus=has_gpus) == needs
 
 
 @pytest.mark.parametrize("text", ["slot", "[1]", '{"slot": "one"}', '{"slot": 0}', '{"a": -1}'])
-def test_resources_that_are_none_are_refused_by_the_settings_name(text: str) -> None:
+def test_invalid_resources_are_refused_by_setting_name(text: str) -> None:
     with pytest.raises(CannotServe, match="--ray-engine-resources"):
-        needs_of_rank(EngineConfig(), RayConfig(ray_engine_resources=text), has_gpus=False)
+        rank_resources(EngineConfig(), RayConfig(ray_engine_resources=text), has_gpus=False)
 
 
-def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it_is_shown() -> None:
+def test_engine_uses_requested_cores_and_visible_devices() -> None:
     config = EngineConfig(parallel=TWO)
     on_cpu = engine_config(config, gpus=False, max_engines_per_node=3)
     assert (on_cpu.executor.threads, on_cpu.model.device) == (2, "cpu")
@@ -71,7 +71,7 @@ def test_an_engine_computes_with_what_it_asked_for_and_takes_the_devices_that_it
     assert uses_gpus(given, has_gpus=False)
 
 
-def test_only_variables_that_are_named_are_copied_and_never_what_belongs_to_a_node() -> None:
+def test_only_named_variables_are_copied_except_node_specific_ones() -> None:
     here = {"HF_TOKEN": "x", "HF_HOME": "/h", "PATH": "/bin", "AWS_SECRET": "s",
             "CUDA_VISIBLE_DEVICES": "0"}  # fmt: skip
     assert copied_environment(["HF_*"], here) == {"HF_TOKEN": "x", "HF_HOME": "/h"}
@@ -82,8 +82,8 @@ def test_only_variables_that_are_named_are_copied_and_never_what_belongs_to_a_no
 
 
 def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.fleet.ray.needs.SWELL_VERSION", "0.2.0")
-    monkeypatch.setattr("server.fleet.ray.needs._torch", lambda: "2.13.0")
+    monkeypatch.setattr("server.fleet.ray.resources.SWELL_VERSION", "0.2.0")
+    monkeypatch.setattr("server.fleet.ray.resources._torch", lambda: "2.13.0")
     relay = {"relay": "server.fleet.ray.messages"}
     assert differences({"swell": "0.2.0", "torch": "2.13.0", **relay}, "b") is None
     message = differences({"swell": "0.1.0", "torch": "2.12.1", **relay}, "10.0.0.7")

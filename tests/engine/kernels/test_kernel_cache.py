@@ -11,9 +11,9 @@ import numba
 import pytest
 import torch
 
-from engine.kernels.cpu import kept
+from engine.kernels.cpu import kernel_cache
 from engine.kernels.cpu.compiling import Kernel
-from engine.kernels.cpu.kept import installed_directory, kept_directory
+from engine.kernels.cpu.kernel_cache import cache_directory, installed_directory
 from engine.kernels.cpu.rows import CompiledKernels, swiglu
 
 TARGET = "some"
@@ -25,9 +25,9 @@ def nothing_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "installation"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept_directory.cache_clear()
+    cache_directory.cache_clear()
     yield
-    kept_directory.cache_clear()
+    cache_directory.cache_clear()
 
 
 @pytest.fixture
@@ -39,59 +39,59 @@ def installed() -> Path:
     return directory
 
 
-def test_a_directory_that_others_may_write_is_not_used(
+def test_directory_writable_by_others_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "swell" / "kernels" / installed_directory(TARGET).name
     directory.mkdir(parents=True)
     directory.chmod(0o777)
     with caplog.at_level(logging.INFO):
-        assert kept_directory(TARGET) is None
+        assert cache_directory(TARGET) is None
     assert f"compiled at every start: {directory} must be owned" in caplog.text
-    kept_directory.cache_clear()
+    cache_directory.cache_clear()
     directory.chmod(0o700)
-    assert kept_directory(TARGET) == str(directory)
+    assert cache_directory(TARGET) == str(directory)
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same(
+def test_uncacheable_kernels_are_still_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kept_directory(TARGET) is None
+    assert cache_directory(TARGET) is None
     kernel = Kernel(swiglu._body, 4)
     x, out = torch.randn(2, 16).bfloat16(), torch.empty(2, 8, dtype=torch.bfloat16)
     kernel(1, x.data_ptr(), out.data_ptr(), 2, 8)
     assert torch.equal(out, CompiledKernels().swiglu(x))
 
 
-def test_what_came_with_the_installation_is_there_from_the_beginning(installed: Path) -> None:
-    directory = kept_directory(TARGET)
+def test_installed_kernels_are_cached_from_start(installed: Path) -> None:
+    directory = cache_directory(TARGET)
     assert directory is not None
     assert Path(directory) != installed
     assert Path(directory).stat().st_mode & 0o777 == 0o700
     assert (Path(directory) / "kernels" / "one.nbc").read_bytes() == b"code"
 
 
-def test_what_was_kept_before_is_left_alone(tmp_path: Path, installed: Path) -> None:
+def test_existing_cache_is_not_changed(tmp_path: Path, installed: Path) -> None:
     directory = tmp_path / "swell" / "kernels" / installed.name
     directory.mkdir(mode=0o700, parents=True)
-    assert kept_directory(TARGET) == str(directory)
+    assert cache_directory(TARGET) == str(directory)
     assert not list(directory.iterdir())
 
 
-def test_kernels_of_another_target_are_not_taken(installed: Path) -> None:
-    directory = kept_directory("another")
+def test_kernels_of_other_targets_are_not_used(installed: Path) -> None:
+    directory = cache_directory("another")
     assert directory is not None
     assert not list(Path(directory).iterdir())
 
 
-def test_engines_that_start_together_make_one_whole_copy(tmp_path: Path, installed: Path) -> None:
+def test_concurrent_engines_make_one_complete_copy(tmp_path: Path, installed: Path) -> None:
     target, together = tmp_path / "copies" / "one", Barrier(8)
 
     def copy(_: int) -> list[str]:
         together.wait()
-        kept._copy(installed, target)
+        kernel_cache._copy(installed, target)
         return [path.name for path in target.rglob("*.nbc")]
 
     with ThreadPoolExecutor(8) as threads:
@@ -99,7 +99,7 @@ def test_engines_that_start_together_make_one_whole_copy(tmp_path: Path, install
     assert list(target.parent.iterdir()) == [target], "nothing else is left"
 
 
-def test_what_cannot_be_copied_is_compiled(
+def test_uncopyable_kernels_are_compiled(
     installed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -107,7 +107,7 @@ def test_what_cannot_be_copied_is_compiled(
 
     monkeypatch.setattr("shutil.copytree", fail)
     with caplog.at_level(logging.INFO):
-        directory = kept_directory(TARGET)
+        directory = cache_directory(TARGET)
     assert "cannot be copied: [Errno 28] No space left" in caplog.text
     assert directory is not None
     assert not list(Path(directory).iterdir())

@@ -66,7 +66,7 @@ def held(call: str) -> tuple[Rank, Rank]:
     return ranks
 
 
-def test_a_rank_that_heard_of_the_end_of_the_hold_before_it_is_asked_answers_too() -> None:
+def test_rank_that_learns_of_resume_before_its_call_answers_the_call() -> None:
     for has_work in (True, False):
         first, second = held("pause")
         first.has_work = has_work
@@ -82,7 +82,7 @@ def test_a_rank_that_heard_of_the_end_of_the_hold_before_it_is_asked_answers_too
         assert not second.core.halting.is_paused
 
 
-def test_a_rank_asked_when_the_hold_is_over_already_answers_at_once() -> None:
+def test_call_after_end_of_hold_is_answered_immediately() -> None:
     first, second = held("pause")
     first.ask("resume")
     assert first.calls.settle()
@@ -108,7 +108,7 @@ def test_ranks_of_a_group_without_work_wake_up_together() -> None:
     assert second.answers() == [None]
 
 
-def test_a_pause_asked_just_before_the_end_of_a_hold_is_heard_holds_the_group_again() -> None:
+def test_pause_requested_before_resume_arrives_holds_group_again() -> None:
     first, second = held("pause")
     first.ask("resume")
     assert first.calls.settle()

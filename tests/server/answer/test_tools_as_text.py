@@ -19,18 +19,18 @@ def test_tools_are_described_after_the_system_message() -> None:
     assert turns[1] == turn("user", "hello")
 
 
-def test_without_a_system_message_there_is_one() -> None:
+def test_tools_without_system_message_add_one() -> None:
     turns = with_tools_as_text([turn("user", "hello")], [WEATHER])
     assert [each["role"] for each in turns] == ["system", "user"]
 
 
-def test_templates_without_system_messages_get_them_in_the_first_of_the_user() -> None:
+def test_templates_without_system_role_get_it_in_first_user_message() -> None:
     turns = with_tools_as_text([turn("user", "hello")], [WEATHER], in_system=False)
     assert [each["role"] for each in turns] == ["user"]
     assert turns[0]["content"].endswith("\n\nhello")
 
 
-def test_calls_and_results_are_texts_and_turns_alternate() -> None:
+def test_calls_and_results_become_text_in_alternating_turns() -> None:
     turns = with_tools_as_text(
         [
             turn("system", "Be brief."),
@@ -49,6 +49,6 @@ def test_calls_and_results_are_texts_and_turns_alternate() -> None:
     )
 
 
-def test_messages_of_the_user_that_follow_each_other_stay_apart() -> None:
+def test_consecutive_user_messages_stay_separate() -> None:
     turns = with_tools_as_text([turn("user", "one"), turn("user", "two")], [WEATHER])
     assert [each["content"] for each in turns[1:]] == ["one", "two"]

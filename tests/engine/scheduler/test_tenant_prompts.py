@@ -57,7 +57,7 @@ class Engines:
     def step(self, wanted: Callable[[int], int]) -> int:
         """Compute a step in which each tenant wants a prompt; return how many tokens it has."""
         rows = len(self.streams)
-        self.fairness.hold(self.streams)
+        self.fairness.begin_decodes(self.streams)
         self.fairness.begin_prefill(rows)
         total = 0
         shares = self.fairness.shares
@@ -82,7 +82,7 @@ class Engines:
     mixed=st.sampled_from([0.0, 5.0, 30.0]),
     lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
 )
-def test_no_step_takes_twice_as_long_for_prompts_of_any_tenant(
+def test_prompts_of_one_tenant_never_double_step_time(
     tenants: int, streams: int, mixed: float, lengths: list[int]
 ) -> None:
     engine = Engines(tenants, streams, mixed=mixed)
@@ -96,9 +96,7 @@ def test_no_step_takes_twice_as_long_for_prompts_of_any_tenant(
 
 @pytest.mark.parametrize("tenants", [1, 2, 4, 9, 16])
 @pytest.mark.parametrize("mixed", [0.0, 6.0])
-def test_in_the_long_run_prompts_add_what_one_tenant_may_times_the_root_of_their_number(
-    tenants: int, mixed: float
-) -> None:
+def test_prompts_of_n_tenants_add_sqrt_n_times_the_limit_of_one(tenants: int, mixed: float) -> None:
     engine = Engines(tenants, 4, mixed=mixed)
     for _ in range(1000):
         engine.step(lambda _: 1000)  # what they have saved
@@ -116,16 +114,14 @@ def test_in_the_long_run_prompts_add_what_one_tenant_may_times_the_root_of_their
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(200, 1000), min_size=2, max_size=12), st.integers(1, 16))
-def test_tenants_get_the_same_however_long_their_prompts_are(
-    lengths: list[int], streams: int
-) -> None:
+def test_prompt_length_does_not_change_tenant_shares(lengths: list[int], streams: int) -> None:
     engine = Engines(len(lengths), streams)
     for _ in range(60 * len(lengths)):
         engine.step(lengths.__getitem__)
     assert max(engine.computed) - min(engine.computed) <= LIMIT
 
 
-def test_an_occasional_short_prompt_is_not_split_and_does_not_wait_for_heavier_tenants() -> None:
+def test_occasional_short_prompt_is_neither_split_nor_delayed() -> None:
     engine = Engines(5, 4)
     lengths = [1000] * 4 + [0]
     waits = []
@@ -144,7 +140,7 @@ def test_an_occasional_short_prompt_is_not_split_and_does_not_wait_for_heavier_t
 
 @settings(max_examples=10)
 @given(st.integers(0, 1 << 30))
-def test_a_tenant_alone_is_planned_as_if_nothing_were_limited(seed: int) -> None:
+def test_single_tenant_is_planned_without_limits(seed: int) -> None:
     generator = random.Random(seed)
     sizes = {"num_kv_blocks": 400, "max_num_batched_tokens": 128, "max_model_len": 512}
     limited = Rig(max_slowdown=SLOWDOWN, **sizes)  # type: ignore[arg-type]
@@ -160,7 +156,7 @@ def test_a_tenant_alone_is_planned_as_if_nothing_were_limited(seed: int) -> None
     assert not limited.scheduler.has_work
 
 
-def test_where_nothing_is_decoded_prompts_get_a_tenants_part_of_each_step(
+def test_prompts_without_decodes_get_tenant_share_of_each_step(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(
@@ -180,7 +176,7 @@ def test_where_nothing_is_decoded_prompts_get_a_tenants_part_of_each_step(
     rig.assert_idle()
 
 
-def test_prompts_that_were_computed_where_nothing_was_decoded_leave_no_debt() -> None:
+def test_prompts_computed_without_decodes_cause_no_debt() -> None:
     engine = Engines(2, 0)
     for _ in range(50):
         assert engine.step(lambda _: 1000) >= LIMIT

@@ -58,7 +58,7 @@ class Cluster:
         return admission.reserve(1, tokens, self.now, slot, tenant)
 
 
-def test_a_key_has_one_limit_over_all_nodes() -> None:
+def test_limit_of_a_key_applies_over_all_nodes() -> None:
     cluster = Cluster(3)
     nodes = [cluster.admission(index, max_sequences_per_key=4) for index in range(3)]
     # A tenant's index in the table can differ between nodes.
@@ -89,7 +89,7 @@ def test_waiting_tokens_of_a_key_have_one_limit_over_all_nodes() -> None:
         taken.recount(90, cluster.now)
 
 
-def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_end() -> None:
+def test_remote_usage_expires_without_coordinator_and_with_its_front_end() -> None:
     cluster = Cluster(2)
     first, second = (cluster.admission(i, max_sequences_per_key=1) for i in range(2))
     cluster.reserve(first, 3, SEARCH)
@@ -108,7 +108,7 @@ def test_what_others_hold_is_forgotten_without_a_coordinator_and_with_a_front_en
     cluster.reserve(second, 3, SEARCH)
 
 
-def test_only_changes_are_reported_and_no_more_than_a_view_holds() -> None:
+def test_only_changes_are_reported_up_to_view_limit() -> None:
     cluster = Cluster(1)
     node, remote_tenants = cluster.admission(0, max_sequences_per_key=4), cluster.remote_tenants[0]
     held = [cluster.reserve(node, slot, slot) for slot in range(MAX_TENANTS + 5)]

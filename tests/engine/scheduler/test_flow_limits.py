@@ -17,7 +17,7 @@ MakeRig = Callable[..., Any]
 SLOWDOWN = 1.3
 ENGINE = Capacity(slots=64, blocks=2048)
 PART = int((SLOWDOWN - 1) * (PRIOR_BASE + 1))
-"""Rows of a party beside one row of others, as long as nothing is known of costs."""
+"""Rows of a flow beside one row of others, as long as nothing is known of costs."""
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
@@ -54,7 +54,7 @@ def finish(rig: Any) -> None:
     rig.assert_idle()
 
 
-def test_a_request_of_many_sequences_gets_its_part_of_a_step_while_another_decodes(
+def test_request_of_many_sequences_gets_a_share_of_steps(
     make_rig: MakeRig,
 ) -> None:
     rig = roomy(make_rig)
@@ -73,7 +73,7 @@ def test_a_request_of_many_sequences_gets_its_part_of_a_step_while_another_decod
     finish(rig)
 
 
-def test_all_sequences_of_a_request_take_turns(make_rig: MakeRig) -> None:
+def test_all_sequences_of_a_request_alternate(make_rig: MakeRig) -> None:
     rig = roomy(make_rig)
     add_group(rig, 100, 60)
     rig.step()
@@ -95,7 +95,7 @@ def test_a_request_without_limit_gets_all_rows(make_rig: MakeRig) -> None:
     finish(rig)
 
 
-def test_many_prompts_of_a_request_are_begun_little_by_little(make_rig: MakeRig) -> None:
+def test_many_prompts_of_a_request_start_gradually(make_rig: MakeRig) -> None:
     rig = roomy(make_rig, enable_prefix_caching=False)
     rig.add(1, prompt(4), max_tokens=100)
     rig.step()
@@ -111,7 +111,7 @@ def test_many_prompts_of_a_request_are_begun_little_by_little(make_rig: MakeRig)
     finish(rig)
 
 
-def test_a_newcomer_gets_a_slot_of_a_request_that_holds_all(make_rig: MakeRig) -> None:
+def test_new_request_gets_slot_of_request_holding_all(make_rig: MakeRig) -> None:
     rig = roomy(make_rig, max_num_seqs=20)
     add_group(rig, 100, 50)
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_a_newcomer_gets_a_slot_of_a_request_that_holds_all(make_rig: MakeRig) -
     finish(rig)
 
 
-def test_a_newcomer_gets_no_slot_of_many_requests_that_hold_one_each(make_rig: MakeRig) -> None:
+def test_new_request_preempts_no_single_slot_requests(make_rig: MakeRig) -> None:
     rig = roomy(make_rig, max_num_seqs=20)
     for id in range(20):
         rig.add(id, prompt(3, id), max_tokens=30)
@@ -138,7 +138,7 @@ def test_a_newcomer_gets_no_slot_of_many_requests_that_hold_one_each(make_rig: M
     finish(rig)
 
 
-def test_two_requests_of_the_same_size_do_not_hold_each_other(make_rig: MakeRig) -> None:
+def test_requests_of_equal_size_do_not_limit_each_other(make_rig: MakeRig) -> None:
     rig = roomy(make_rig)
     add_group(rig, 100, 30)
     add_group(rig, 200, 30)
@@ -149,7 +149,7 @@ def test_two_requests_of_the_same_size_do_not_hold_each_other(make_rig: MakeRig)
     finish(rig)
 
 
-def test_a_tenant_of_many_requests_gets_its_part_of_a_step(make_rig: MakeRig) -> None:
+def test_tenant_of_many_requests_gets_a_share_of_steps(make_rig: MakeRig) -> None:
     rig = roomy(make_rig)
     for id in range(100, 160):
         rig.add(id, prompt(3, id), max_tokens=60, tenant=1)
@@ -162,7 +162,7 @@ def test_a_tenant_of_many_requests_gets_its_part_of_a_step(make_rig: MakeRig) ->
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.001])
-def test_even_the_smallest_part_comes_to_an_end(make_rig: MakeRig, slowdown: float) -> None:
+def test_smallest_share_still_makes_progress(make_rig: MakeRig, slowdown: float) -> None:
     rig = roomy(make_rig, max_slowdown=slowdown)
     rig.add(1, prompt(4), max_tokens=90)
     add_group(rig, 100, 8, max_tokens=5)
@@ -180,7 +180,7 @@ def running(id: int, group: int = 0) -> Request:
     )
 
 
-def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough() -> None:
+def test_sequence_with_costly_masks_waits_for_credit() -> None:
     costs = StepCosts()
     for rows in (1, 64):
         for _ in range(50):
@@ -191,14 +191,14 @@ def test_a_sequence_with_costly_masks_waits_until_its_request_has_saved_enough()
         fairness.add(each)
         fairness.start(each)
     fairness.masked(costly, 10_000)
-    held = [fairness.hold([costly, plain]) for _ in range(100)]
+    held = [fairness.begin_decodes([costly, plain]) for _ in range(100)]
     assert not any(plain.id in each for each in held)
     computed = sum(costly.id not in each for each in held)
     # Ten milliseconds are a hundred rows, and its part of a step is a tenth of that.
     assert 100 * SLOWDOWN / 15 < computed < 100 * SLOWDOWN / 8 + 3
 
 
-def test_costs_of_steps_are_learned() -> None:
+def test_step_costs_are_learned() -> None:
     costs = StepCosts()
     for step in range(200):
         rows = (1, 4, 16, 100)[step % 4]
@@ -221,7 +221,7 @@ def with_dear_prompts(mixed: int) -> StepCosts:
     return costs
 
 
-def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_few() -> None:
+def test_mixed_cost_is_learned_from_steps_with_few_prompt_tokens() -> None:
     costs = with_dear_prompts(mixed=10)
     assert costs.mixed == pytest.approx(10, rel=0.15)
     assert costs.prefill == PRIOR_PREFILL
@@ -230,28 +230,28 @@ def test_what_the_first_prompt_tokens_of_a_step_cost_is_learned_from_steps_with_
     assert costs.prefill == pytest.approx(2, rel=0.15)
 
 
-def test_what_any_prompt_tokens_cost_does_not_count_as_the_cost_of_each() -> None:
+def test_mixed_cost_does_not_count_as_cost_per_token() -> None:
     costs = with_dear_prompts(mixed=10)
     for _ in range(100):
         costs.observe(4, 20, (32 + 4 + 10 + 20 * PRIOR_PREFILL) * 1e-4)
     assert costs.prefill == pytest.approx(PRIOR_PREFILL, rel=0.15)
 
 
-def test_tokens_do_not_become_free_where_what_any_cost_was_overestimated() -> None:
+def test_overestimated_mixed_cost_does_not_make_tokens_free() -> None:
     costs = with_dear_prompts(mixed=10)
     for _ in range(1000):
         costs.observe(4, 20, (32 + 4 + 4) * 1e-4)
     assert costs.prefill == pytest.approx(4 / 20 / 2, rel=0.15)
 
 
-def test_any_prompt_tokens_cost_nothing_more_where_nothing_is_decoded() -> None:
+def test_no_mixed_cost_without_decodes() -> None:
     fairness = Fairness(with_dear_prompts(mixed=10), ENGINE, max_slowdown=SLOWDOWN)
     assert fairness.mixed_tokens(4) == pytest.approx(10 / PRIOR_PREFILL, rel=0.15)
     assert fairness.mixed_tokens(0) == 0
     assert Fairness(with_dear_prompts(mixed=10), ENGINE).mixed_tokens(4) == 0
 
 
-def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most() -> None:
+def test_stalled_steps_with_few_prompt_tokens_are_clamped() -> None:
     costs = with_dear_prompts(mixed=0)
     for _ in range(100):
         costs.observe(4, 1, 5.0)
@@ -259,7 +259,7 @@ def test_steps_with_few_prompt_tokens_that_waited_count_as_twice_as_long_at_most
 
 
 @pytest.mark.parametrize("length", [3, 8, 64])
-def test_resubmitted_beams_get_no_more_than_the_share_of_their_request(length: int) -> None:
+def test_resubmitted_beams_share_the_limit_of_their_request(length: int) -> None:
     costs = with_dear_prompts(mixed=10)
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
     streams = [running(id) for id in range(4)]
@@ -268,7 +268,7 @@ def test_resubmitted_beams_get_no_more_than_the_share_of_their_request(length: i
     computed, spent, steps = 0, 0.0, 400
     left: list[int] = []
     for _ in range(steps):
-        fairness.hold(streams)
+        fairness.begin_decodes(streams)
         left = left or [length] * 32
         mixes = False
         while left:
@@ -288,7 +288,7 @@ def test_resubmitted_beams_get_no_more_than_the_share_of_their_request(length: i
     assert computed > steps * part / (3 * (1 + length * costs.prefill)) - 32
 
 
-def test_a_step_that_waited_for_a_processor_teaches_little() -> None:
+def test_step_stalled_by_scheduling_has_little_weight() -> None:
     costs = StepCosts()
     for step in range(64):
         costs.observe((1, 64)[step % 2], 0, (3.2 + (0.1, 6.4)[step % 2]) * 1e-3)
@@ -298,7 +298,7 @@ def test_a_step_that_waited_for_a_processor_teaches_little() -> None:
     assert costs.base == pytest.approx(before, rel=0.5)
 
 
-def test_without_measured_times_the_prior_holds() -> None:
+def test_prior_costs_apply_without_measurements() -> None:
     costs = StepCosts()
     costs.observe(5, 0, 0.0)
     assert costs.base == PRIOR_BASE

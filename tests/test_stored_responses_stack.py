@@ -1,4 +1,4 @@
-"""Kept responses of a node whose front ends die, whose /tmp is cleaned and whose disk is full."""
+"""Stored responses of a node whose front ends die, whose /tmp is cleaned and whose disk is full."""
 
 import contextlib
 import http.client
@@ -82,7 +82,7 @@ def spread(url: str, work: Callable[[Client, int], None]) -> Iterator[None]:
             each.result()
 
 
-def test_nothing_that_was_answered_is_lost_when_a_front_end_dies_while_it_writes(
+def test_answered_responses_survive_death_of_writing_front_end(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "responses.sqlite"
@@ -185,7 +185,7 @@ def test_a_cleaner_and_a_restarted_front_end_do_not_split_the_store(
         assert found(stack.url, before) == found(stack.url, after) == {200}
 
 
-def test_a_full_disk_ends_no_front_end_and_no_store() -> None:
+def test_full_disk_ends_neither_front_end_nor_store() -> None:
     """The chart's ratio in small: the store may have as much as there is."""
     arguments = (
         *ARGUMENTS, "--api-server-count", "2", "--admin-key", "a", "--response-store-bytes",

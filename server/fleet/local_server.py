@@ -13,7 +13,7 @@ from engine.shared.settings import changes_of, settings_of
 from server.config import ServeConfig
 
 _READY = re.compile(r"swell is ready after [\d.]+ s: (https?://\S+)")
-_PROGRAM = "server.own_server_main"
+_PROGRAM = "server.local_server_main"
 _STOP_TIMEOUT = 30.0
 
 
@@ -52,7 +52,7 @@ def stop_process(process: subprocess.Popen[Any], timeout: float) -> None:
         process.wait()
 
 
-class OwnServer:
+class LocalServer:
     """`swell serve` on a local port, as a context manager; port 0 selects a free one."""
 
     def __init__(self, arguments: list[str], startup_timeout: float, port: int = 0) -> None:

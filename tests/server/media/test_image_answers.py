@@ -125,7 +125,7 @@ def asked(images: str, token: str) -> torch.Tensor:
         ("internvl", internvl_inputs, (90, 60)),
     ],
 )
-def test_the_answer_is_that_of_transformers(
+def test_answer_about_image_equals_transformers(
     tmp_path: Path,
     name: str,
     inputs: Callable[[str, list[Image.Image]], dict[str, torch.Tensor]],
