@@ -37,7 +37,9 @@ class Fleet:
         self._routes, self._tokenizer = directory / "routes.yaml", tokenizer
         self.engines = FakeGenerationClient(tokenizer)
         guards = GuardConfig(
-            api_key=("of-a-tenant", "of-another"), admin_key=ADMIN_KEY, max_body_bytes_in_flight=1 << 18
+            api_key=("of-a-tenant", "of-another"),
+            admin_key=ADMIN_KEY,
+            max_body_bytes_in_flight=1 << 18,
         )
         other = FrontEndConfig(
             model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
