@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import vllm
 from msgspec.structs import replace
 from vllm.engine.arg_utils import EngineArgs
@@ -571,10 +572,14 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
 
     One engine generates about 1.8 times as many tokens/s with bound threads. Those of engines that
     scaling adds stay unbound, as do all with fewer cores than processes or a CPU quota below the
-    number of cores. With `--cpu-bind` each process gets its list.
+    number of cores. With `--cpu-bind` each process gets its list. An engine with one thread
+    computes in this process: a worker process polls for the next step, on the only core of the
+    process that sends it.
     """
     lists, parallel = config.executor.bound_to, config.parallel
     if lists:
+        if tuple(map(len, lists)) == (1,):
+            return _in_this_process()
         # This process is bound to the first list, which its workers would inherit.
         os.sched_setaffinity(0, {cpu for cpus in lists for cpu in cpus})
         return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
@@ -586,8 +591,15 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
     each = max(1, usable // sharing)
     if config.executor.threads is not None:
         each = min(each, max(1, config.executor.threads // processes))
+    if each == processes == 1:
+        return _in_this_process()
     if number >= planned or usable < len(cores) or sharing > len(cores):
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
     own = cores[number * processes * each :]
     lists = tuple(tuple(own[at * each : (at + 1) * each]) for at in range(processes))
     return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
+
+
+def _in_this_process() -> dict[str, str]:
+    torch.set_num_threads(1)
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -62,8 +62,8 @@ except ValueError as error:
     print(json.dumps(str(error)))
 bound = []
 for cores, lists, layout in (
-    ("0", "none", (1, 1, 0)), ("0", "none", (1, 2, 0)), ("0-4", "none", (2, 2, 1)),
-    ("0-4", "none", (1, 2, 2)), ("0-3", "0|3", (2, 1, 0)),
+    ("0-1", "none", (1, 1, 0)), ("0-1", "none", (1, 2, 0)), ("0-4", "none", (2, 2, 1)),
+    ("0-5", "none", (1, 2, 2)), ("0-3", "0|3", (2, 1, 0)), ("0-3", "3", (1, 1, 0)),
 ):
     (cpus,) = read_lists(cores)
     os.sched_getaffinity = lambda _, cpus=cpus: set(cpus)
@@ -77,7 +77,9 @@ for cores, lists, layout in (
             "data_parallel_rank_local": number,
         },
     )
-    bound.append(" ".join(_thread_settings(config).values()))
+    settings = _thread_settings(config)
+    bound.append("here" if "VLLM_ENABLE_V1_MULTIPROCESSING" in settings
+                 else " ".join(settings.values()))
 print(json.dumps(bound))
 """
 
@@ -114,7 +116,7 @@ def test_chunked_prefill_settings_are_refused_on_cpus(said: list[Any]) -> None:
 
 
 def test_engines_bind_threads_to_separate_cores(said: list[Any]) -> None:
-    assert said[5] == ["0", "nobind 1", "2|3", "nobind 1", "0|3"]
+    assert said[5] == ["0-1", "here", "2|3", "nobind 2", "0|3", "here"]
 
 
 HYBRID = {
