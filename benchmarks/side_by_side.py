@@ -92,9 +92,9 @@ CASES = (
     ),
 )  # fmt: skip
 DETAILS = {
-    "p50_ttft_ms": "TTFT p50, ms",
+    "median_ttft_ms": "TTFT p50, ms",
     "p99_ttft_ms": "p99",
-    "p50_itl_ms": "ITL p50, ms",
+    "median_itl_ms": "ITL p50, ms",
     "p99_itl_ms": "p99",
     "cpu_ms_per_token": "processor ms per token",
 }
