@@ -13,15 +13,18 @@ from collections.abc import AsyncIterator, Collection
 import httpx
 import msgspec
 
-from server.errors import MESSAGES_PREFIX, ApiError, unavailable
+from server.errors import MESSAGES_PREFIX, ApiError, rate_limited, unavailable
 from server.http.call import Call
 from server.observe.metrics import FrontEndMetrics
+from server.tenant_budget import TenantBudget
 from server.upstreams.routes import ModelRoutes
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 """Maximum connections to all servers together; further requests wait for `_POOL_SECONDS`."""
+MAX_REQUESTS_OF_ONE = 768
+"""Maximum requests of one tenant at a time, so that one tenant leaves connections to others."""
 
 _CONNECT_SECONDS = 5.0
 _WRITE_SECONDS = 60.0
@@ -89,6 +92,7 @@ class Forwarder:
     def __init__(self, routes: ModelRoutes, metrics: FrontEndMetrics) -> None:
         self._routes = routes
         self._metrics = metrics
+        self._requests = TenantBudget(MAX_REQUESTS_OF_ONE, MAX_CONNECTIONS)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(
                 None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS, pool=_POOL_SECONDS
@@ -128,17 +132,23 @@ class Forwarder:
         """Answer a call with the response of a model's server.
 
         Raises:
-            ApiError: 503, the server cannot be reached.
+            ApiError: 429, the client's key has too many such requests; 503, the server cannot be
+                reached.
             ClientDisconnected: the client disconnected.
         """
         with call:
-            response = await self._forward(call, model)
-            call.forget_body()
-            self._metrics.count("forwarded_requests", model, response.status_code)
-            try:
-                await _answer(call, response)
-            finally:
-                await response.aclose()
+            if self._requests.exceeded(call.key, 1) == "own":
+                raise rate_limited(
+                    "Too many requests with this key are at the servers of other models; try again."
+                )
+            with self._requests.holding(call.key, 1):
+                response = await self._forward(call, model)
+                call.forget_body()
+                self._metrics.count("forwarded_requests", model, response.status_code)
+                try:
+                    await _answer(call, response)
+                finally:
+                    await response.aclose()
 
     async def _forward(self, call: Call, model: str) -> httpx.Response:
         """Send a call to a model's server; return the response once its headers have arrived.

@@ -1,11 +1,13 @@
 """Chat templates of requests are rendered in a separate process and stopped at limits."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 from engine.shared.config import ModelConfig
+from engine.shared.fair_threads import tenant_id
 from server import helper_process
 from server.config import FrontEndConfig, HttpConfig
 from server.limits import MAX_TEMPLATE
@@ -16,6 +18,7 @@ from server.text.request_templates import RequestTemplates
 pytestmark = pytest.mark.slow  # it starts processes
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +62,7 @@ def test_forbidden_template_operations_are_an_error(
     assert render(templates, "{{ messages[0].role }}") == "user"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",
-    ],
-    ids=range(2),
-)
+@pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=range(2))
 def test_endless_template_is_terminated(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_templates, "MAX_TEMPLATE_SECONDS", 0.2)
     templates = RequestTemplates({})
@@ -74,6 +70,32 @@ def test_endless_template_is_terminated(source: str, monkeypatch: pytest.MonkeyP
         render(templates, source)
     monkeypatch.undo()
     assert render(templates, "{{ messages[0].role }}") == "user"
+
+
+def test_flood_of_one_tenant_does_not_delay_templates_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_templates, "MAX_TEMPLATE_SECONDS", 0.3)
+    templates, ended = RequestTemplates({}), list[int]()
+
+    async def render_for(tenant: int, source: str) -> None:
+        tenant_id.set(tenant)
+        with contextlib.suppress(TemplateFailed):
+            await templates.render(
+                source, [Rendering(messages=MESSAGES, add_generation_prompt=True)]
+            )
+        ended.append(tenant)
+
+    async def render_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(render_for(1, ENDLESS))
+            await asyncio.sleep(0)  # the tasks queue their templates
+            await group.create_task(render_for(2, "{{ messages[0].role }}"))
+            assert len(ended) <= 2, "only the template being rendered comes first"
+
+    asyncio.run(render_all())
+    assert ended.count(1) == 4
 
 
 def test_too_long_rendered_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

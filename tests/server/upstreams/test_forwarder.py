@@ -17,7 +17,8 @@ from server.api.services import make_services
 from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.observe.metrics import FrontEndMetrics
-from server.upstreams.forwarder import Forwarder
+from server.tenant_budget import TenantBudget
+from server.upstreams.forwarder import MAX_CONNECTIONS, Forwarder
 from server.upstreams.routes import ModelRoutes
 from tests.server.conftest import FakeGenerationClient, Served
 from tests.server.endpoints import ADMIN, ADMIN_KEY
@@ -36,7 +37,9 @@ class Fleet:
         self._routes, self._tokenizer = directory / "routes.yaml", tokenizer
         self.engines = FakeGenerationClient(tokenizer)
         guards = GuardConfig(
-            api_key=("of-a-tenant",), admin_key=ADMIN_KEY, max_body_bytes_in_flight=1 << 18
+            api_key=("of-a-tenant", "of-another"),
+            admin_key=ADMIN_KEY,
+            max_body_bytes_in_flight=1 << 18,
         )
         other = FrontEndConfig(
             model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
@@ -50,7 +53,7 @@ class Fleet:
         )
         self.own_engines = FakeGenerationClient(tokenizer)
         metrics = FrontEndMetrics(here)
-        forwarder = Forwarder(ModelRoutes(str(self._routes)), metrics)
+        self.forwarder = forwarder = Forwarder(ModelRoutes(str(self._routes)), metrics)
         self.app = build_app(
             make_services(here, self.own_engines, tokenizer, metrics, forwarder=forwarder)
         )
@@ -253,6 +256,28 @@ def test_connections_to_other_servers_are_bounded(
         go_on.set()
         assert first.result(60).status_code == 200
     assert (second.status_code, second.json()["error"]["code"]) == (503, "service_unavailable")
+
+
+def test_requests_of_one_tenant_leave_connections_to_others(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.forwarder, "_requests", TenantBudget(1, MAX_CONNECTIONS))
+    go_on = threading.Event()
+    with (
+        listening(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", go_on) as (url, came),
+        ThreadPoolExecutor() as clients,
+    ):
+        fleet.route(other=fleet.there, slow=url)
+        first = clients.submit(fleet.http.post, "/v1/completions", json={**ASK, "model": "slow"})
+        assert came.wait(60)
+        second = fleet.http.post("/v1/completions", json=ASK)
+        headers = {"authorization": "Bearer of-another"}
+        of_another = fleet.http.post("/v1/completions", json=ASK, headers=headers)
+        go_on.set()
+        assert first.result(60).status_code == 200
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert of_another.status_code == 200
+    assert fleet.http.post("/v1/completions", json=ASK).status_code == 200
 
 
 @pytest.mark.parametrize(
