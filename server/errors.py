@@ -47,11 +47,10 @@ class ErrorResponse(msgspec.Struct):
 
 def _shortened(text: str) -> str:
     """Return a text without its middle if it is long, as it may quote the client's values."""
-    left_out = len(text) - MAX_ERROR_LENGTH
-    if left_out <= 0:
+    if len(text) <= MAX_ERROR_LENGTH:
         return text
-    half = MAX_ERROR_LENGTH // 2
-    return f"{text[:half]} ... ({left_out} characters) ... {text[-half:]}"
+    half = MAX_ERROR_LENGTH // 2 - 20  # leaves room for the note between the halves
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
 class ApiError(Exception):

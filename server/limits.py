@@ -2,7 +2,7 @@
 
 Each limits bytes, objects, sequences or tokens that a client can make a process store or process.
 Limits that operators set are in `server.config`, those of grammars in
-`engine.shared.grammar_spec`. docs/security.md lists all of them.
+`engine.shared.grammar_spec`. docs/security.md lists those that bound a cost.
 """
 
 MAX_LENGTH_PENALTY = 10.0

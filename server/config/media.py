@@ -25,7 +25,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
         "(--max-body-bytes).",
     ] = 10 * 2**20
     max_image_pixels: Annotated[
-        PositiveInt, "Largest image, in pixels; preparing it takes about ten bytes per pixel."
+        PositiveInt, "Largest image, in pixels; decoding it takes 4 to 16 bytes per pixel."
     ] = 2**25
     image_fetch_timeout: Annotated[PositiveFloat, "Maximum seconds to fetch an image."] = 5.0
     max_image_bytes_in_flight: Annotated[

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from server.answer.tool_choice import ToolUse
-from server.errors import invalid, invalid_field, too_complex
+from server.errors import invalid, invalid_field, too_complex, unavailable
 from server.generate.model import ServedModel
 from server.generate.request import Conversation
 from server.json_price import Price, TooCostly, price
@@ -16,6 +17,8 @@ from server.schema.body import JsonObject
 from server.schema.messages import ChatMessage, MediaPart, RefusalPart
 from server.text.chat_template import RESERVED_ARGUMENTS, Rendering, TemplateFailed
 from server.text.placeholders import IMAGE, PART
+
+logger = logging.getLogger(__name__)
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """A JSON escape that may be half of a surrogate pair."""
@@ -37,7 +40,8 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
     escaped (`Placeholders`).
 
     Raises:
-        ApiError: there is no template, or it does not accept the conversation.
+        ApiError: there is no template, it does not accept the conversation, or a template of the
+            request cannot be rendered now.
     """
     messages, template = source.messages, source.template
     own, templates = model.tokenizer.chat_template, model.templates
@@ -75,6 +79,9 @@ async def rendered(source: Conversation, tools: ToolUse, model: ServedModel) -> 
     except TemplateFailed as error:
         field = "messages" if template is None else "chat_template"
         raise invalid_field(field, str(error)) from error
+    except OSError as error:
+        logger.warning("cannot render templates of requests: %s", error)
+        raise unavailable("Templates cannot be rendered now; try again later.") from error
     if source.images and model.images is not None:
         text = model.images.prompt_text(text, source.shown_images)
     return text

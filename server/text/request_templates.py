@@ -61,6 +61,7 @@ class RequestTemplates:
 
         Raises:
             TemplateFailed: it is not a template, accepts none, or takes too much time or memory.
+            OSError: the process could not be started.
         """
         job = msgspec.msgpack.encode(Job(source, self._special_tokens, list(attempts)))
         rendered = await asyncio.wrap_future(self._thread.submit(self._answered, job))
@@ -69,10 +70,7 @@ class RequestTemplates:
         return rendered.text
 
     def _answered(self, job: bytes) -> Rendered:
-        try:
-            answer = self._process.answer(job, MAX_TEMPLATE_SECONDS)
-        except OSError as error:
-            return Rendered(error=str(error))
+        answer = self._process.answer(job, MAX_TEMPLATE_SECONDS)
         if answer is None:
             return Rendered(error=f"it took more than {MAX_TEMPLATE_SECONDS:g} seconds, or memory")
         return msgspec.msgpack.decode(answer, type=Rendered)

@@ -66,7 +66,8 @@ def test_a_json_string_matches_if_its_text_matches(grammar: str, yes: str, no: s
 @pytest.mark.parametrize(
     "grammar",
     ["start: /^a$/", r"start: /\bword/", "start: <special>", 'start: %json {"type": "string"}',
-     "start: X\n%import common.NOTHING", "start: /a(?=b)/", "start: /a/x", r'start: "\q"'],
+     "start: X\n%import common.NOTHING", "start: /a(?=b)/", "start: /a/x", r'start: "\q"',
+     pytest.param(f'start: "{"a" * MAX_SIZE}"', id="too long")],
 )  # fmt: skip
 def test_unenforceable_constructs_are_named(grammar: str) -> None:
     with pytest.raises(NotQuotable):

@@ -217,6 +217,26 @@ def test_a_conversation_grows_with_its_responses(client: openai.OpenAI, engines:
         ask(client, "three", conversation=conversation.id)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"items": [{"role": "user", "content": ""}] * 21}, "items"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ],
+)
+def test_items_and_metadata_of_a_conversation_are_bounded(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.conversations.create(**fields)
+    assert str(caught.value.param).startswith(param)
+    metadata = {f"{number:02}{'k' * 62}": "v" * 512 for number in range(16)}
+    items: Any = [{"role": "user", "content": ""}] * 20
+    assert client.conversations.create(items=items, metadata=metadata).metadata == metadata
+
+
 def ended(client: openai.OpenAI, id_: str) -> Any:
     found: list[Any] = []
 

@@ -209,6 +209,20 @@ async def test_processes_start_without_killed_template(tmp_path: Path) -> None:
     await template.close()
 
 
+async def test_processes_start_without_template_that_does_not_answer(tmp_path: Path) -> None:
+    place = Place(tmp_path, LOADED)
+
+    template = await place.template()
+    forked = await place.start(template)
+    psutil.Process(template.pid).suspend()
+    template._connection.settimeout(0.1)
+    other = await place.start(template)
+    assert sorted(each[0] for each in await place.details(2)) == ["False", "True"]
+    await until_async(lambda: not template.pid, "it has ended")
+    await end(forked, other)
+    await template.close()
+
+
 async def test_template_and_forks_leave_nothing(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 

@@ -57,6 +57,7 @@ class Counting(ServedTokenizer):
         ("bad_words", {"bad_words": [f"w{i} x" for i in range(1024)], "n": 127}),
         ("stop", {"stop": ["x" * 1000]}),
         ("stop", {"stop": "x" * 1000}),
+        ("stop", {"stop": [f"{i}." for i in range(100)], "n": 82}),
         ("stop_token_ids", {"stop_token_ids": [i % 256 for i in range(100_000)], "n": 2}),
         ("allowed_token_ids", {"allowed_token_ids": [1] * (MAX_NAMED_TOKENS + 1)}),
         ("logit_bias", {"logit_bias": {str(i): 1.0 for i in range(5000)}, "n": 128}),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from server.http.errors import no_such_path
+from server.limits import MAX_ERROR_LENGTH
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -47,6 +48,14 @@ def test_unknown_model_error_lists_served_models(http: Any) -> None:
         assert answer.status_code == 404
         message = answer.json()["error"]["message"]
         assert message == "The model 'gpt-4o' is not served here. Served: also-tiny, tiny."
+
+
+def test_an_error_that_quotes_a_long_text_loses_its_middle(http: Any) -> None:
+    answer = http.post("/v1/chat/completions", {"model": "m" * 10_000, **HI})
+    message = answer.json()["error"]["message"]
+    assert len(message) <= MAX_ERROR_LENGTH
+    assert message.startswith("The model 'mmm")
+    assert message.endswith("mmm' is not served here. Served: also-tiny, tiny.")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from engine.shared.messages import RequestOutput
-from server.router.generation_client import NoEngineAvailable
+from server.router.generation_client import KillsEngines, NoEngineAvailable
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -133,6 +133,13 @@ def test_failures_before_first_token_are_http_errors(
         error = error_of(response, status)
         assert "secret" not in error["message"]
     assert all(stream.closed.is_set() for stream in engines.streams)
+
+
+def test_a_request_that_kills_engines_is_not_to_be_sent_again(http: Any, engines: Any) -> None:
+    engines.script = lambda stream: [KillsEngines("two engines died of it")]
+    response = http.post("/v1/completions", {"prompt": "x"})
+    assert error_of(response, 500)["code"] == "request_kills_engines"
+    assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,17 @@ def test_a_chain_that_is_too_large_is_refused(opener: Opener) -> None:
     store.close()
 
 
+def test_a_chain_of_too_many_responses_is_refused(
+    store: SqlBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.store.sql.MAX_CHAIN", 2)
+    for number in range(3):
+        put(store, response(f"r{number}", previous=f"r{number - 1}" if number else None))
+    assert len(store.chain("a", "r1") or ()) == 2
+    with pytest.raises(TooLong):
+        store.chain("a", "r2")
+
+
 def test_cyclic_chain_ends(store: SqlBackend) -> None:
     put(store, response("r0", previous="r0"))
     with pytest.raises(TooLong):
@@ -255,6 +266,17 @@ def test_a_conversation_that_is_too_large_is_refused(opener: Opener) -> None:
         store.add("a", "c", [item])
     assert len(store.items("a", "c") or ()) == 1
     store.close()
+
+
+def test_a_conversation_of_too_many_items_is_refused(
+    store: SqlBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.store.sql.MAX_STORED_ITEMS", 2)
+    conversation(store, "c")
+    store.add("a", "c", [Part(id=id_, body=b"{}") for id_ in ("i", "j")])
+    with pytest.raises(TooLong):
+        store.add("a", "c", [Part(id="k", body=b"{}")])
+    assert [each.id for each in store.items("a", "c") or ()] == ["i", "j"]
 
 
 def _write_until_killed(opener: Opener, writer: "multiprocessing.connection.Connection") -> None:

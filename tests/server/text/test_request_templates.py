@@ -134,6 +134,18 @@ def test_a_request_is_rendered_with_its_own_template(
     assert http.post("/tokenize", body).json()["tokens"] == expected
 
 
+def test_a_request_can_be_retried_if_no_process_can_start(
+    http_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = trusting(http_of)
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}
+    with monkeypatch.context() as broken:
+        broken.setattr("server.helper_process.sys.executable", "/no/such/python")
+        answer = http.post("/v1/chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (503, None)
+    assert http.post("/v1/chat/completions", body).status_code == 200
+
+
 def test_tools_are_described_where_neither_template_renders_them(
     http_of: Any, engines: Any
 ) -> None:

@@ -236,6 +236,28 @@ def test_bodies_waiting_for_other_server_are_bounded(fleet: Fleet) -> None:
     assert (second.status_code, second.json()["error"]["code"]) == (503, "service_unavailable")
 
 
+def test_connections_to_other_servers_are_bounded(
+    tokenizer: Any, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.upstreams.routes.CHECK_INTERVAL", 0.0)
+    monkeypatch.setattr("server.upstreams.forwarder.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("server.upstreams.forwarder._POOL_SECONDS", 0.1)
+    go_on = threading.Event()
+    with (
+        contextlib.ExitStack() as stack,
+        listening(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", go_on) as (url, came),
+        ThreadPoolExecutor() as clients,
+    ):
+        fleet = Fleet(tokenizer, served, tmp_path, stack)
+        fleet.route(other=url)
+        first = clients.submit(fleet.http.post, "/v1/completions", json=ASK)
+        assert came.wait(60)
+        second = fleet.http.post("/v1/completions", json=ASK)
+        go_on.set()
+        assert first.result(60).status_code == 200
+    assert (second.status_code, second.json()["error"]["code"]) == (503, "service_unavailable")
+
+
 def test_requests_of_one_tenant_leave_connections_to_others(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
