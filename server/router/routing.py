@@ -69,6 +69,7 @@ class EngineLoad(NamedTuple):
     prefill_tokens: int
     """Queued prompt tokens, including requests not yet received."""
     kv_usage: float
+    """Share of KV blocks in use in the last stats, without requests in transit."""
     cached_tokens: int = 0
     """Cached tokens of the request; 0 without a block index."""
 

@@ -26,7 +26,9 @@ FUNCTIONS = [
 ]
 
 
-ENFORCED = [each for each in (*CALL_FORMATS.values(), JSON_LIST) if each.syntax is not None]
+BY_NAME = {**CALL_FORMATS, "json list": JSON_LIST}
+ENFORCED = [each for each in BY_NAME.values() if each.syntax is not None]
+NAMES = [name for name, each in BY_NAME.items() if each.syntax is not None]
 
 
 @pytest.fixture(params=[False, True], ids=["plain markers", "special markers"])
@@ -60,7 +62,7 @@ def written(format: CallFormat, *calls: tuple[str, Any]) -> str:
     return syntax.opening + syntax.separator.join(texts) + syntax.closing
 
 
-@pytest.mark.parametrize("format", ENFORCED)
+@pytest.mark.parametrize("format", ENFORCED, ids=NAMES)
 def test_calls_in_the_models_own_format_are_enforced(
     format: CallFormat, tokenizer: ServedTokenizer
 ) -> None:
@@ -122,7 +124,7 @@ def test_calls_within_text_fit_their_schemas(tokenizer: ServedTokenizer) -> None
     assert llama.calls_in_text() is None
 
 
-@pytest.mark.parametrize("format", ENFORCED)
+@pytest.mark.parametrize("format", ENFORCED, ids=NAMES)
 def test_enforced_calls_are_read_by_parser(format: CallFormat) -> None:
     reader = AnswerReader(None, format.parser(FUNCTIONS))
     text = written(format, ("now", {}), ("weather", {"city": "Oslo"}))
