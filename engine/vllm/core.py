@@ -568,7 +568,7 @@ def _compute_whole_prompts(arguments: dict[str, Any]) -> None:
 
 
 def _thread_settings(config: EngineConfig) -> dict[str, str]:
-    """Return the environment that divides a node's cores among the processes of its engines.
+    """Divide a node's cores among the processes of its engines; return the environment for vLLM.
 
     One engine generates about 1.8 times as many tokens/s with bound threads. Those of engines that
     scaling adds stay unbound, as do all with fewer cores than processes or a CPU quota below the
@@ -577,13 +577,13 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
     process that sends it.
     """
     lists, parallel = config.executor.bound_to, config.parallel
+    processes, number = parallel.processes_on_node, parallel.number_on_node
     if lists:
-        if tuple(map(len, lists)) == (1,):
-            return _in_this_process()
+        if processes == len(lists[0]) == 1:
+            return _use_one_thread()
         # This process is bound to the first list, which its workers would inherit.
         os.sched_setaffinity(0, {cpu for cpus in lists for cpu in cpus})
         return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
-    processes, number = parallel.processes_on_node, parallel.number_on_node
     planned = max(1, parallel.engines_on_node)
     sharing = max(planned, number + 1) * processes
     cores, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
@@ -591,8 +591,8 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
     each = max(1, usable // sharing)
     if config.executor.threads is not None:
         each = min(each, max(1, config.executor.threads // processes))
-    if each == processes == 1:
-        return _in_this_process()
+    if processes == each == 1:
+        return _use_one_thread()
     if number >= planned or usable < len(cores) or sharing > len(cores):
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(each)}
     own = cores[number * processes * each :]
@@ -600,6 +600,7 @@ def _thread_settings(config: EngineConfig) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": lists_text(lists)}
 
 
-def _in_this_process() -> dict[str, str]:
+def _use_one_thread() -> dict[str, str]:
+    """Limit this process to one thread; return the setting that makes it compute the model."""
     torch.set_num_threads(1)
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

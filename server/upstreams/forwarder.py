@@ -139,7 +139,7 @@ class Forwarder:
         with call:
             if self._requests.exceeded(call.key, 1) == "own":
                 raise rate_limited(
-                    "Too many requests with this key are at the servers of other models; try again."
+                    "Too many of your requests are at the servers of other models; try again."
                 )
             with self._requests.holding(call.key, 1):
                 response = await self._forward(call, model)

@@ -66,22 +66,20 @@ def new_app(
     return make
 
 
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+
+
 @pytest.fixture
 def client(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI]:
-    with (
-        served(new_app()) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made,
-    ):
+    with served(new_app()) as url, client_of(url) as made:
         yield made
 
 
 @pytest.fixture
 def other(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI]:
     """A client of a different front end on the same node."""
-    with (
-        served(new_app()) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as made,
-    ):
+    with served(new_app()) as url, client_of(url) as made:
         yield made
 
 
@@ -523,10 +521,7 @@ def test_clock_changes_lose_no_responses(
     queued = ask(client, "one", background=True)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + jump)
-    with (
-        served(new_app()) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as later,
-    ):
+    with served(new_app()) as url, client_of(url) as later:
         assert later.responses.retrieve(queued.id).status == "in_progress"
         later.conversations.create()  # evicts entries, also by age
         assert later.responses.retrieve(made.id) == made
