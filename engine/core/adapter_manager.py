@@ -5,19 +5,43 @@ removed from the table is kept until the last request with it has ended.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from engine.batch.executor import CannotDo
 from engine.lora.adapter_config import BadAdapter
-from engine.lora.store import AdapterStore
-from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import LoraConfig
-from engine.shared.messages import AdapterEntry, AdapterLoad, AdapterLoadResult, AdapterTable
+from engine.shared.messages import AdapterEntry, AdapterLoadResult, AdapterTable
 
 logger = logging.getLogger(__name__)
+
+
+class AdapterLoader(Protocol):
+    """Loads adapters, and stores them by version: `AdapterStore`, or vLLM's executor."""
+
+    def load(self, path: str, root: str | None) -> "Future[str]": ...
+
+    def drop(self, version: str) -> None: ...
+
+    def __contains__(self, version: object, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+class AdapterUser(Protocol):
+    """Computes with loaded adapters: the scheduler's slots, or vLLM's executor."""
+
+    def hold(self, version: str) -> None:
+        """Accept requests with an adapter; idempotent.
+
+        Raises:
+            BadAdapter: it cannot be used.
+        """
+
+    def drop(self, version: str) -> None:
+        """Forget an adapter that no request uses."""
 
 
 @dataclass
@@ -35,20 +59,22 @@ class AdapterManager:
 
     Args:
         store: loads and stores them; None for an engine without adapters.
-        scheduler: notified of the adapters that requests can use.
+        user: is notified of the adapters that requests can use.
+        is_used: returns whether any request uses an adapter.
         report: called with the table and its entries' outcomes whenever these change.
     """
 
     def __init__(
         self,
         config: LoraConfig,
-        store: AdapterStore[Any] | None,
-        scheduler: Scheduler,
+        store: AdapterLoader | None,
+        user: AdapterUser,
+        is_used: Callable[[str], bool],
         report: Callable[[AdapterTable, list[AdapterLoadResult]], None],
     ) -> None:
         self._config = config
         self._store = store
-        self._scheduler = scheduler
+        self._user, self._is_used = user, is_used
         self._report = report
         self._table = AdapterTable(-1)
         self._entries: dict[int, _Entry] = {}
@@ -79,9 +105,9 @@ class AdapterManager:
         self.sweep()
         self._report_outcomes()
 
-    def _start_loading(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Entry:
+    def _start_loading(self, entry: AdapterEntry, store: AdapterLoader) -> _Entry:
         if entry.version and entry.version in store:
-            self._scheduler.adapters.held.add(entry.version)
+            self._user.hold(entry.version)
             return _Entry(entry, None, AdapterLoadResult(entry.serial, entry.version))
         others = sum(each.entry.state != "leaving" for each in self._entries.values())
         if entry.state != "leaving" and others >= self._config.max_held:
@@ -110,11 +136,11 @@ class AdapterManager:
             version = loading.result()
             if entry.version and entry.version != version:
                 raise BadAdapter("its files have changed since it was loaded: load it again")
+            self._user.hold(version)
         except BadAdapter as error:
             logger.error("adapter %s cannot be served: %s", entry.name, error)
             return AdapterLoadResult(entry.serial, error=str(error))
         logger.info("adapter %s is loaded, version %s", entry.name, version)
-        self._scheduler.adapters.held.add(version)
         return AdapterLoadResult(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
@@ -142,20 +168,13 @@ class AdapterManager:
         for version in self._store:
             if version in listed:
                 continue
-            if self._scheduler.uses_adapter(version):
+            if self._is_used(version):
                 self.keeps_unlisted = True
                 continue
-            self._scheduler.adapters.drop(version)
+            self._user.drop(version)
             self._store.drop(version)
 
-    # -- queries and pins ------------------------------------------------------------------------
-
-    def load(self) -> AdapterLoad | None:
-        """Return the adapters in use by steps; None if adapters are disabled."""
-        if self._store is None:
-            return None
-        slots = self._scheduler.adapters
-        return AdapterLoad(slots.residents, slots.running, self._scheduler.waiting_adapters)
+    # -- queries ---------------------------------------------------------------------------------
 
     def versions(self) -> dict[str, str]:
         """Return the version of each adapter that requests can name."""
@@ -167,24 +186,12 @@ class AdapterManager:
             and entry.entry.state != "leaving"
         }
 
-    def pin(self, name: str) -> None:
-        """Keep an adapter in its slot from its next request on.
-
-        Raises:
-            CannotDo: there is no such adapter, or no slot would be left for others.
-        """
-        if not self._scheduler.adapters.pin(self._version(name)):
-            raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
-
-    def unpin(self, name: str) -> None:
-        """Allow an adapter to be evicted from its slot again.
+    def version(self, name: str) -> str:
+        """Return the version of an adapter that requests can name.
 
         Raises:
             CannotDo: there is no such adapter.
         """
-        self._scheduler.adapters.unpin(self._version(name))
-
-    def _version(self, name: str) -> str:
         version = self.versions().get(name)
         if version is None:
             raise CannotDo(f"there is no adapter {name!r}")

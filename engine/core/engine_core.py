@@ -29,6 +29,7 @@ from engine.shared.config import EngineConfig
 from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     AbortRequests,
+    AdapterLoad,
     AdapterLoadResult,
     AdapterTable,
     AddRequest,
@@ -94,7 +95,13 @@ class EngineCore:
             tiers=tiers,
             events=kv_events,
         )
-        self.adapters = AdapterManager(config.lora, executor.adapters, self._scheduler, on_adapters)
+        self.adapters = AdapterManager(
+            config.lora,
+            executor.adapters,
+            self._scheduler.adapters,
+            self._scheduler.uses_adapter,
+            on_adapters,
+        )
         self._front_ends = FrontEnds()
         self.halting = Halting()
         self.steps = Steps(
@@ -208,11 +215,17 @@ class EngineCore:
             scheduler.num_deferred,
             scheduler.exclusive_request,
             halting.hands_over,
-            self.adapters.load(),
+            self._adapter_load(),
             halting.sleep_level,
             None if experts is None else ExpertLoad(experts.imbalance or 0.0, experts.moved_layers),
             self.operations.weights.version,
         )
+
+    def _adapter_load(self) -> AdapterLoad | None:
+        if self.operations.executor.adapters is None:
+            return None
+        slots = self._scheduler.adapters
+        return AdapterLoad(slots.residents, slots.running, self._scheduler.waiting_adapters)
 
     @property
     def _urgent_stats(self) -> UrgentStats:

@@ -262,12 +262,13 @@ def _transfer(engine: Operations) -> Answer:
 
 
 def _pin_lora(engine: Operations, name: str) -> Answer:
-    engine.adapters.pin(name)
+    if not engine.scheduler.adapters.pin(engine.adapters.version(name)):
+        raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
     return {"is_pinned": True}
 
 
 def _unpin_lora(engine: Operations, name: str) -> Answer:
-    engine.adapters.unpin(name)
+    engine.scheduler.adapters.unpin(engine.adapters.version(name))
     return {"is_pinned": False}
 
 

@@ -19,6 +19,7 @@ import zmq
 from msgspec.structs import replace
 
 from engine.batch.executor import Executor, GroupExecutor
+from engine.core.adapter_manager import AdapterManager
 from engine.core.engine_core import EngineCore
 from engine.core.events import (
     AdaptersSettled,
@@ -63,6 +64,8 @@ from engine.shared.lifeline import CANNOT_START, Lifeline
 from engine.shared.logs import name_process
 from engine.shared.messages import (
     PUSHED,
+    AdapterLoadResult,
+    AdapterTable,
     EngineCounters,
     EngineDead,
     EngineSetup,
@@ -416,13 +419,13 @@ class EngineProcess:
             tiers=self._tiers,
             kv_events=self._kv_events,
             clock=clock,
-            on_adapters=lambda table, held: self._receiver.submit(SetAdapters(table, held)),
+            on_adapters=self._report_adapters,
             on_setup=self._weights_changed,
             weight_version=self._weight_version,
             kv_role=self._kv_role,
             kv_address=self._kv_address,
         )
-        self._load_adapters(core)
+        self._load_adapters(core.adapters)
         return core
 
     def _serve_backend(self, welcome: Welcomed) -> int:
@@ -431,7 +434,7 @@ class EngineProcess:
             compute_processes(self._config, max(1, self._config.parallel.engines_on_node))
         )
 
-        def start(backend: type[Backend]) -> Backend:
+        def start(backend: Callable[..., Backend]) -> Backend:
             self._lifeline.progress(f"starting the engine of {name}")
             return backend(
                 self._config,
@@ -453,8 +456,16 @@ class EngineProcess:
                     f"--engine-backend vllm: {error}; name the interpreter of an environment with "
                     "vLLM in --engine-python"
                 ) from error
-            core = start(VllmCore)
+            core = start(
+                partial(
+                    VllmCore,
+                    on_adapters=self._report_adapters,
+                    on_adapter_read=lambda: self._inbox.put(AdaptersSettled()),
+                )
+            )
         try:
+            if (adapters := getattr(core, "adapters", None)) is not None:
+                self._load_adapters(adapters)
             return self._serve(core, welcome.rank)
         finally:
             with self._early_stop.deferred():
@@ -515,7 +526,10 @@ class EngineProcess:
             loop.end()
             grouping.close()
 
-    def _load_adapters(self, core: EngineCore) -> None:
+    def _report_adapters(self, table: AdapterTable, held: list[AdapterLoadResult]) -> None:
+        self._receiver.submit(SetAdapters(table, held))
+
+    def _load_adapters(self, adapters: AdapterManager) -> None:
         """Load all adapters of the cluster before the first request can arrive.
 
         Raises:
@@ -527,8 +541,8 @@ class EngineProcess:
             return
         if adapter_table.entries:
             self._lifeline.progress("loading adapters")
-        core.adapters.take(adapter_table)
-        for entry, error in core.adapters.wait():
+        adapters.take(adapter_table)
+        for entry, error in adapters.wait():
             if not entry.confined and not entry.version:  # from the settings, never served
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
 

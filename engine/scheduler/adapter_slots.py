@@ -137,7 +137,11 @@ class AdapterSlots:
         self._residents.clear()
         self._placed.clear()
 
-    # -- pinning and removal ---------------------------------------------------------------------
+    # -- loading, pinning and removal ------------------------------------------------------------
+
+    def hold(self, version: str) -> None:
+        """Allow requests to use a loaded adapter; idempotent."""
+        self.held.add(version)
 
     def pin(self, version: str) -> bool:
         """Pin an adapter to its slot, once it has one; return False if too many are pinned."""

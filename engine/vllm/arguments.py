@@ -20,7 +20,8 @@ MAPPED = {
     "async_scheduling": "async_scheduling", "enforce_eager": "enforce_eager",
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
-    "language_model_only": "language_model_only", "limit_mm_per_prompt": "limit_mm_per_prompt",
+    "language_model_only": "language_model_only", "enable_lora": "enable_lora",
+    "max_loras": "max_loras", "limit_mm_per_prompt": "limit_mm_per_prompt",
 }  # fmt: skip
 """vLLM's argument names by setting; a setting at its default is not passed to vLLM."""
 
@@ -28,11 +29,18 @@ _BACKEND_INDEPENDENT = frozenset({
     "served_model_name", "generation_config", "override_generation_config", "chat_template",
     "default_chat_template_kwargs",
     "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
-    "device", "enable_expert_parallel",
+    "device", "enable_expert_parallel", "max_lora_rank", "max_cpu_loras", "lora_modules",
+    "lora_dir", "worker_extensions", "torch_profiler_dir",
 })  # fmt: skip
 """Settings that apply to every engine backend, or that are validated separately."""
 
-_RESERVED = frozenset({"disable_log_stats", "data_parallel_size", "distributed_executor_backend"})
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's `max_lora_rank` can have."""
+
+_RESERVED = frozenset({
+    "disable_log_stats", "data_parallel_size", "distributed_executor_backend", "max_cpu_loras",
+    "max_lora_rank", "reasoning_parser",
+})  # fmt: skip
 """vLLM arguments that cannot be set in --engine-args."""
 
 _PARALLEL = ("nnodes", "enable_eplb", "pipeline_layer_partition")
@@ -72,12 +80,23 @@ def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, A
     """
     check_settings(config)
     arguments: dict[str, Any] = {"model": config.model.model}
-    for section in (config.model, config.cache, config.scheduler, config.executor, config.parallel):
+    sections = (
+        config.model, config.cache, config.scheduler, config.executor, config.parallel, config.lora,
+    )  # fmt: skip
+    for section in sections:
         for name, value in _changed(section).items():
             if name in MAPPED:
                 arguments[MAPPED[name]] = value
     # Zero limits keep vLLM from loading encoders and reserving memory for unsupported media.
     arguments["limit_mm_per_prompt"] = {"image": config.model.max_images, "video": 0, "audio": 0}
+    if config.lora.enable_lora:
+        # vLLM never evicts an adapter that the cluster has: it would read its files again.
+        arguments["max_cpu_loras"] = config.lora.max_held
+        ranks = (each for each in _LORA_RANKS if each >= config.lora.max_lora_rank)
+        arguments["max_lora_rank"] = next(ranks)
+    if config.executor.torch_profiler_dir is not None:
+        directory = str(Path(config.executor.torch_profiler_dir).absolute())
+        arguments["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": directory}
     if config.parallel.enable_expert_parallel:
         arguments["enable_expert_parallel"] = True
     for name, value in _parse_engine_args(config.executor.engine_args).items():

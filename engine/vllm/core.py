@@ -21,16 +21,18 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from engine.batch.executor import CannotDo
+from engine.core.adapter_manager import AdapterManager
 from engine.core.events import (
     AdaptersSettled,
     CoreEvent,
     FrontEndJoined,
     FrontEndLeft,
-    PrerequisitesSettled,
     Rejoined,
 )
+from engine.core.extensions import Extensions, Worker
 from engine.core.front_ends import CoreStep, FrontEnds, UrgentStats
 from engine.core.halting import FLEET, Halting
 from engine.core.steps import StepFailed
@@ -44,13 +46,14 @@ from engine.shared.image_window import IMAGE_WINDOW_BYTES
 from engine.shared.messages import (
     ASLEEP_TAGS,
     AbortRequests,
+    AdapterLoadResult,
+    AdapterTable,
     AddRequest,
     ApplyAdapterTable,
     EngineCounters,
     EngineSetup,
     EngineStats,
     FleetOrder,
-    KvBlocksQuery,
     PauseMode,
     RequestOutput,
     SleepMode,
@@ -58,13 +61,14 @@ from engine.shared.messages import (
     UtilityCall,
     WeightsSource,
 )
+from engine.vllm.adapters import VllmAdapters
 from engine.vllm.arguments import engine_arguments
+from engine.vllm.grammars import follow_grammar
 from engine.vllm.images import ImagePreparation
 from engine.vllm.outputs import Sequence
 from engine.vllm.requests import (
     Continuation,
     UnsupportedParameter,
-    continue_grammar,
     core_request,
     resume,
 )
@@ -72,7 +76,8 @@ from engine.vllm.requests import (
 logger = logging.getLogger(__name__)
 
 UTILITIES = (
-    "info", "is_sleeping", "pause", "reset_prefix_cache", "resume", "sleep", "wake_up",
+    "collective_rpc", "info", "is_sleeping", "list_loras", "pause", "reset_prefix_cache", "resume",
+    "sleep", "start_profile", "stop_profile", "wake_up",
 )  # fmt: skip
 TESTED = ("0.32.",)
 """Prefixes of the vLLM versions covered by the tests."""
@@ -91,10 +96,18 @@ class VllmCore:
         clock: WaveClock,
         on_failure: Callable[[str], None],
         weight_version: str = "",
+        on_adapters: Callable[[AdapterTable, list[AdapterLoadResult]], None] = lambda *_: None,
+        on_adapter_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load the model; `on_failure` is called from another thread when a worker dies.
+        """Load the model.
+
+        Args:
+            on_failure: called from another thread when a worker dies.
+            on_adapters: called with the states of the engine's adapters.
+            on_adapter_read: called from another thread; an `AdaptersSettled` event must follow.
 
         Raises:
+            BadPlugin: one of --worker-extensions cannot be loaded.
             ValueError: vLLM or this engine does not support the settings.
         """
         if not vllm.__version__.startswith(TESTED):
@@ -124,6 +137,7 @@ class VllmCore:
                 model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
         self._generation = model.try_get_generation_config()
         self._tokenizer = cached_tokenizer_from_config(model)
+        _choose_grammar_backend(self._config.structured_outputs_config, self._tokenizer)
         self._core = EngineCore(
             self._config,
             Executor.get_class(self._config),
@@ -143,6 +157,19 @@ class VllmCore:
         self._front_ends = FrontEnds()
         self._counters = EngineCounters()
         self._sequences: dict[int, Sequence] = {}
+        lora = config.lora
+        self._loaded = VllmAdapters(self._core, self._sequences, lora.max_lora_rank)
+        self._loaded.on_settled = on_adapter_read
+        self.adapters = AdapterManager(
+            lora,
+            self._loaded if lora.enable_lora else None,
+            self._loaded,
+            self._loaded.is_used,
+            on_adapters,
+        )
+        worker = Worker(rank, incarnation, self._core.model_executor)
+        self.extensions = Extensions(config.executor.worker_extensions, worker)
+        self._profiler_dir = config.executor.torch_profiler_dir
         self._held: deque[Any] = deque()
         """vLLM requests that wait for an exclusive request to end, or to run exclusively."""
         self._admits = True
@@ -176,6 +203,7 @@ class VllmCore:
         """Stop vLLM's processes and release all memory."""
         if self._images is not None:
             self._images.close()
+        self._loaded.shutdown()
         self._core.shutdown()
 
     # -- state -----------------------------------------------------------------------------------
@@ -228,6 +256,7 @@ class VllmCore:
             halted=self._is_halted,
             exclusive_request=self._exclusive_request,
             hands_over=self.halting.hands_over,
+            adapters=self._loaded.in_use() if self._config.lora_config is not None else None,
             sleep_level=self.halting.sleep_level,
             weight_version=self.weights.version,
         )
@@ -258,8 +287,10 @@ class VllmCore:
                 self._clock.start_ordered(event)
             case Rejoined(wave):
                 self._clock.welcomed(wave)
-            case ApplyAdapterTable() | PrerequisitesSettled() | AdaptersSettled() | KvBlocksQuery():
-                pass  # not supported by vLLM engines
+            case ApplyAdapterTable(_, table):
+                self.adapters.take(table)
+            case AdaptersSettled():
+                self.adapters.settled()
 
     def _add(self, message: AddRequest) -> None:
         if not self._front_ends.is_present(message.front_end):
@@ -287,7 +318,9 @@ class VllmCore:
         ):
             return RequestOutput(message.id, [], "length")
         try:
-            wanted = core_request(message, self._generation, self._eos(), self._continuation)
+            wanted = core_request(
+                message, self._generation, self._eos(), self._continuation, self._loaded
+            )
             wanted.sampling_params.verify(
                 self._config.model_config,
                 self._config.speculative_config,
@@ -320,7 +353,7 @@ class VllmCore:
             request, _ = self._core.preprocess_add_request(prepared())
             if self._continuation is Continuation.RESUMED:
                 resume(request, message.output_token_ids)
-            continue_grammar(request, message.output_token_ids)
+            follow_grammar(request, message.sampling, message.output_token_ids, self._tokenizer)
         except Exception as error:
             self._forget(message.id)
             self._front_ends.address(message.front_end).append(_failed(message, error))
@@ -350,6 +383,28 @@ class VllmCore:
             self._uncomputed -= sequence.message.num_tokens
 
     # -- operator commands -----------------------------------------------------------------------
+
+    def start_profile(self) -> str:
+        """Start vLLM's profile of the steps; return the directory of its traces.
+
+        Raises:
+            CannotDo: profiling is not configured.
+        """
+        if self._profiler_dir is None:
+            raise CannotDo("start the engines with --torch-profiler-dir")
+        self._core.profile(True)
+        return self._profiler_dir
+
+    def stop_profile(self) -> str:
+        """End the profile; return the directory of its traces.
+
+        Raises:
+            CannotDo: profiling is not configured.
+        """
+        if self._profiler_dir is None:
+            raise CannotDo("start the engines with --torch-profiler-dir")
+        self._core.profile(False)
+        return self._profiler_dir
 
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; always returns 0 because vLLM does not report the block count.
@@ -528,6 +583,8 @@ class VllmCore:
         return False
 
     def _take(self, *, exclusive_changes: bool = False) -> CoreStep:
+        if self.adapters.keeps_unlisted:
+            self.adapters.sweep()
         urgent = UrgentStats(self._is_halted, self.halting.hands_over, self._exclusive_request)
         return self._front_ends.hand_over(urgent, self.stats, exclusive_changes=exclusive_changes)
 
@@ -542,6 +599,18 @@ def _failed(message: AddRequest, error: Exception) -> RequestOutput:
         )
     logger.error("request %s could not be queued", message.request_id, exc_info=error)
     return RequestOutput(message.id, [], "error", error=type(error).__name__)
+
+
+def _choose_grammar_backend(outputs: Any, tokenizer: Any) -> None:
+    """Complete vLLM's `StructuredOutputsConfig`: front ends write Lark grammars for tool calls.
+
+    Raises:
+        ValueError: vLLM would parse reasoning, too.
+    """
+    if outputs.reasoning_parser:
+        raise ValueError("--engine-args: reasoning_parser: use --reasoning-parser")
+    if outputs.backend == "auto" and GuidanceBackend.is_tokenizer_supported(tokenizer):
+        outputs.backend = "guidance"
 
 
 def _seed_draws(_worker: Any, seed: int, rank: int) -> None:

@@ -1,13 +1,14 @@
 """Conversion of requests for vLLM's engine core; rejects what vLLM engines do not support."""
 
 import time
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
 import msgspec
 from vllm import SamplingParams as VllmSampling
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
@@ -44,7 +45,11 @@ class Continuation(Enum):
 
 
 def core_request(
-    message: AddRequest, generation: dict[str, Any], eos: int | None, continuation: Continuation
+    message: AddRequest,
+    generation: dict[str, Any],
+    eos: int | None,
+    continuation: Continuation,
+    adapters: Mapping[str, LoRARequest],
 ) -> Any:
     """Return the `EngineCoreRequest` of a message.
 
@@ -54,12 +59,16 @@ def core_request(
     Args:
         generation: the model's generation config, which contains its end-of-sequence tokens.
         eos: the tokenizer's end-of-sequence token.
+        adapters: the loaded adapters by version.
 
     Raises:
         UnsupportedParameter: vLLM engines do not support a parameter.
         ValueError: vLLM rejects a parameter.
     """
-    _check(message)
+    if message.pooling is not None:
+        raise UnsupportedParameter("model", "vLLM engines make no vectors here")
+    if message.adapter and message.adapter not in adapters:
+        raise UnsupportedParameter("model", "the adapter is not loaded")
     sampling = message.sampling
     earlier = [] if continuation is Continuation.RESUMED else message.output_token_ids
     done = len(earlier)
@@ -103,7 +112,7 @@ def core_request(
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.monotonic(),
-        lora_request=None,
+        lora_request=adapters[message.adapter] if message.adapter else None,
         cache_salt=message.cache_root.hex() or None,
         data_parallel_rank=None,
         priority=message.priority,
@@ -116,45 +125,6 @@ def resume(request: Any, token_ids: list[int]) -> None:
         request.append_output_token_ids(token_ids)
         # Without a preemption, vLLM expects the first prefill to contain only the prompt.
         request.num_preemptions = 1
-
-
-def continue_grammar(request: Any, token_ids: list[int]) -> None:
-    """Advance the grammar of a vLLM request over earlier output tokens, once it is compiled."""
-    structured_request = request.structured_output_request
-    if structured_request is None or not token_ids:
-        return
-    continued: Future[Any] = Future()
-
-    def advance(compiled: "Future[Any]") -> None:
-        try:
-            grammar = compiled.result()
-            if not grammar.accept_tokens(request.request_id, token_ids):
-                raise ValueError("the grammar does not allow the output so far")
-            continued.set_result(grammar)
-        except Exception as error:  # the scheduler fails the request with it
-            continued.set_exception(error)
-
-    pending = structured_request._grammar
-    if not isinstance(pending, Future):
-        compiled: Future[Any] = Future()
-        compiled.set_result(pending)
-        pending = compiled
-    structured_request.grammar = continued
-    pending.add_done_callback(advance)
-
-
-def _check(message: AddRequest) -> None:
-    sampling = message.sampling
-    if message.pooling is not None:
-        raise UnsupportedParameter("model", "vLLM engines make no vectors here")
-    if message.adapter:
-        raise UnsupportedParameter("model", "vLLM engines serve no adapters here")
-    if sampling.grammar is not None and (
-        sampling.grammar_after or sampling.grammar_opening or sampling.grammar_budget
-    ):
-        raise UnsupportedParameter(
-            "response_format", "vLLM engines do not take a grammar that begins after free text"
-        )
 
 
 def _counted(sampling: SamplingParams) -> list[str]:

@@ -93,13 +93,17 @@ def core() -> tuple[Any, Images]:
     made.setup, made.vocab_size = SimpleNamespace(max_model_len=100), 100
     made._generation, made._tokenizer, made._continuation = {}, None, Continuation.COUNTED
     made._config = SimpleNamespace(
-        model_config=None, speculative_config=None, structured_outputs_config=None
+        model_config=None,
+        speculative_config=None,
+        structured_outputs_config=None,
+        lora_config=None,
     )
     made._core, made.halting, made._front_ends = Core(), Halting(), FrontEnds()
     made._counters, made._sequences, made._held = EngineCounters(), {}, deque()
     made._admits, made._exclusive_request, made._exclusive_steps, made._uncomputed = True, 0, 0, 0
     made._rank, made._incarnation, made._clock = 0, 1, WaveClock(0)
     made._num_steps, made._version = 0, 0
+    made._loaded, made.adapters = {}, SimpleNamespace(keeps_unlisted=False)
     made.weights = SimpleNamespace(version="")
     made.handle(FrontEndJoined(0, 1))
     return made, images

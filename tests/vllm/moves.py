@@ -64,6 +64,10 @@ def main() -> None:
         "bad_words": {"bad_words": (tuple(plain[20:22]), tuple(plain[30:33]))},
         "min_tokens": {"min_tokens": 40, "stop_token_ids": (plain[10],)},
         "grammar": {"grammar": JsonSchemaGrammar(json.dumps(wanted["schema"]))},
+        "grammar after text": {
+            "grammar": JsonSchemaGrammar(json.dumps(wanted["schema"])), "grammar_after": "</it>",
+            "grammar_budget": 10,
+        },
     }  # fmt: skip
     answers: dict[str, Any] = {}
     for name, fields in {"plain": {}, **cases}.items():

@@ -40,15 +40,20 @@ START_WITHIN = 600.0
 """Seconds for vLLM's start on a busy machine, most of which are its imports."""
 
 
-def vllm_stack(*flags: str) -> RunningStack:
+def vllm_stack(
+    *flags: str,
+    engine_args: dict[str, Any] = GRAMMARS,
+    environment: dict[str, str] | None = None,
+) -> RunningStack:
     """Return a stack of two engines, not yet started."""
     return RunningStack(
         *flags, "--engine-backend", "vllm", "--engine-python", str(PYTHON),
         "--data-parallel-size", "2", "--min-ready-engines", "2", "--api-server-count", "1",
-        *SETTINGS, "--engine-args", json.dumps(GRAMMARS), "--admin-key", ADMIN_KEY,
+        *SETTINGS, "--engine-args", json.dumps(engine_args), "--admin-key", ADMIN_KEY,
         timeout=START_WITHIN,
         # No process beside each engine's own, whose imports take as long again.
-        environment={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        environment={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                     **(environment or {})},
     )  # fmt: skip
 
 
