@@ -112,7 +112,7 @@ class VllmCore:
         """
         if not vllm.__version__.startswith(TESTED):
             logger.warning(
-                "vLLM %s is not a tested version: %s are",
+                "vLLM %s is untested; tested versions: %s",
                 vllm.__version__,
                 ", ".join(f"{each}x" for each in TESTED),
             )
@@ -142,7 +142,7 @@ class VllmCore:
             self._config,
             Executor.get_class(self._config),
             log_stats=True,
-            executor_fail_callback=lambda: on_failure("a process of vLLM's executor has died"),
+            executor_fail_callback=lambda: on_failure("a process of vLLM's executor has exited"),
         )
         # Otherwise unseeded sequences sample identically on all freshly started engines.
         self._core.model_executor.collective_rpc(_seed_draws, args=(config.model.seed, rank))
@@ -234,8 +234,8 @@ class VllmCore:
     @property
     def next_tokens(self) -> int:
         """Upper bound on the tokens of the next step."""
-        most: int = self._config.scheduler_config.max_num_batched_tokens
-        return min(len(self._sequences) + self._uncomputed, most)
+        limit: int = self._config.scheduler_config.max_num_batched_tokens
+        return min(len(self._sequences) + self._uncomputed, limit)
 
     def stats(self) -> EngineStats:
         """Return the current load and counters, with a higher version than all earlier stats."""
@@ -303,25 +303,25 @@ class VllmCore:
         self._front_ends.count_request(restored)
         if message.id in self._sequences:
             return
-        answer = self._queue(restored)
-        if answer is not None:
-            self._front_ends.address(message.front_end).append(answer)
+        output = self._queue(restored)
+        if output is not None:
+            self._front_ends.address(message.front_end).append(output)
 
     def _queue(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request in vLLM; return its final output if it cannot run."""
-        most = self.setup.max_model_len
-        reason = refusal(message, max_model_len=most, vocab_size=self.vocab_size)
+        max_model_len = self.setup.max_model_len
+        reason = refusal(message, max_model_len=max_model_len, vocab_size=self.vocab_size)
         if reason is not None:
             return RequestOutput(message.id, [], "error", error=reason)
         if len(message.output_token_ids) >= message.sampling.max_tokens or (
-            message.num_tokens >= most
+            message.num_tokens >= max_model_len
         ):
             return RequestOutput(message.id, [], "length")
         try:
-            wanted = core_request(
+            request = core_request(
                 message, self._generation, self._eos(), self._continuation, self._loaded
             )
-            wanted.sampling_params.verify(
+            request.sampling_params.verify(
                 self._config.model_config,
                 self._config.speculative_config,
                 self._config.structured_outputs_config,
@@ -334,19 +334,19 @@ class VllmCore:
         self._sequences[message.id] = Sequence(message, time.monotonic())
         self._uncomputed += message.num_tokens
         if message.exclusive_steps or self._exclusive_request or self._held:
-            self._held.append(wanted)
+            self._held.append(request)
         else:
-            self._begin(message, wanted)
+            self._start(message, request)
         return None
 
-    def _begin(self, message: AddRequest, wanted: Any) -> None:
+    def _start(self, message: AddRequest, request: Any) -> None:
         """Start preparing the images of a request or, without images, queue it in vLLM."""
         if message.encoder_inputs and self._images is not None:
-            self._images.begin(message, wanted)
+            self._images.start(message, request)
             # vLLM keeps its own copies.
             self._sequences[message.id].message = replace(message, encoder_inputs=[])
         else:
-            self._enter(message, lambda: wanted)
+            self._enter(message, lambda: request)
 
     def _enter(self, message: AddRequest, prepared: Callable[[], Any]) -> None:
         try:
@@ -365,8 +365,8 @@ class VllmCore:
         return None if self._tokenizer is None else self._tokenizer.eos_token_id
 
     def _drop(self, front_end: int) -> None:
-        of_it = [i for i, each in self._sequences.items() if each.message.front_end == front_end]
-        self._abort(of_it)
+        ids = [i for i, each in self._sequences.items() if each.message.front_end == front_end]
+        self._abort(ids)
 
     def _abort(self, ids: list[int]) -> None:
         names = {str(each) for each in ids}
@@ -458,7 +458,7 @@ class VllmCore:
         """
         if level and not self._config.model_config.enable_sleep_mode:
             raise CannotDo("start the engines with --engine-args 'enable_sleep_mode: true'")
-        began = time.monotonic()
+        started_at = time.monotonic()
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
             self._advance()
@@ -466,23 +466,23 @@ class VllmCore:
         self.halting.sleep(level, hand_over=mode == "move")
         if level:
             self._core.sleep(level, mode="keep")
-            self._counters.count_sleep(time.monotonic() - began)
+            self._counters.count_sleep(time.monotonic() - started_at)
 
     def wake_up(self, tags: set[str] | None = None) -> None:
         """Restore the memory of the tags, by default all; the sleep ends with the last of them."""
-        wanted = set(ASLEEP_TAGS) if tags is None else tags
-        if back := self.halting.asleep & wanted:
-            began = time.monotonic()
-            self._core.wake_up(sorted(back))
-            self._counters.count_wake_up(time.monotonic() - began)
-        self.halting.wake_up(wanted)
+        requested = set(ASLEEP_TAGS) if tags is None else tags
+        if restored := self.halting.asleep & requested:
+            started_at = time.monotonic()
+            self._core.wake_up(sorted(restored))
+            self._counters.count_wake_up(time.monotonic() - started_at)
+        self.halting.wake_up(requested)
 
     def _follow_halting(self) -> None:
-        wanted = PauseState.UNPAUSED if self._admits else PauseState.PAUSED_NEW
+        state = PauseState.UNPAUSED if self._admits else PauseState.PAUSED_NEW
         if self.halting.is_halted:
-            wanted = PauseState.PAUSED_ALL
-        if self._core.scheduler.pause_state != wanted:
-            self._core.scheduler.set_pause_state(wanted)
+            state = PauseState.PAUSED_ALL
+        if self._core.scheduler.pause_state != state:
+            self._core.scheduler.set_pause_state(state)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -516,9 +516,9 @@ class VllmCore:
             raise StepFailed(f"engine {self._rank}: {type(error).__name__} in a step") from error
         self._num_steps += executed
         computed = 0
-        for of_client in (outputs or {}).values():
-            self._count(of_client.scheduler_stats)
-            for each in of_client.outputs:
+        for client_outputs in (outputs or {}).values():
+            self._count(client_outputs.scheduler_stats)
+            for each in client_outputs.outputs:
                 computed += self._output(each)
         if executed:
             self._counters.count_step(computed)
@@ -530,7 +530,7 @@ class VllmCore:
         if sequence is None:  # aborted during the step
             return 0
         was_first = sequence.first is None
-        result = sequence.take(output, self._counters)
+        result = sequence.convert(output, self._counters)
         if result is None:
             return 0
         computed = len(result.token_ids)
@@ -551,13 +551,13 @@ class VllmCore:
         self._counters.prefix_cache_hits += stats.prefix_cache_stats.hits
         drafts = stats.spec_decoding_stats
         if drafts is not None:
-            counters, places = self._counters, drafts.num_accepted_tokens_per_pos
+            counters, by_position = self._counters, drafts.num_accepted_tokens_per_pos
             counters.spec_drafts += drafts.num_drafts
             counters.spec_draft_tokens += drafts.num_draft_tokens
             counters.spec_accepted_tokens += drafts.num_accepted_tokens
-            counters.spec_accepted_at += [0] * (len(places) - len(counters.spec_accepted_at))
-            for place, accepted in enumerate(places):
-                counters.spec_accepted_at[place] += accepted
+            counters.spec_accepted_at += [0] * (len(by_position) - len(counters.spec_accepted_at))
+            for position, accepted in enumerate(by_position):
+                counters.spec_accepted_at[position] += accepted
 
     def _start_held(self) -> bool:
         """Start held requests that can run; return whether the exclusive request has changed.
@@ -579,7 +579,7 @@ class VllmCore:
                 self._exclusive_request, self._exclusive_steps = message.id, message.exclusive_steps
             if self._exclusive_request not in (0, reported):
                 return True
-            self._begin(message, self._held.popleft())
+            self._start(message, self._held.popleft())
         return False
 
     def _take(self, *, exclusive_changes: bool = False) -> CoreStep:
@@ -639,9 +639,9 @@ def _compute_whole_prompts(arguments: dict[str, Any]) -> None:
 def _thread_settings(config: EngineConfig) -> dict[str, str]:
     """Divide a node's cores among the processes of its engines; return the environment for vLLM.
 
-    One engine generates about 1.8 times as many tokens/s with bound threads. Those of engines that
-    scaling adds stay unbound, as do all with fewer cores than processes or a CPU quota below the
-    number of cores. With `--cpu-bind` each process gets its list. An engine with one thread
+    One engine generates about 1.8 times as many tokens/s with bound threads. They stay unbound in
+    engines added by scaling, if there are fewer cores than processes, and if a CPU quota is below
+    the number of cores. With `--cpu-bind` each process gets its list. An engine with one thread
     computes in this process: a worker process polls for the next step, on the only core of the
     process that sends it.
     """

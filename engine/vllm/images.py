@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from engine.shared.messages import AddRequest, EncoderInput
 from engine.vllm.requests import UnsupportedParameter
 
-_PATIENCE = 0.05
+_MAX_WAIT = 0.05
 """Seconds that an otherwise idle engine waits for an image."""
 
 
@@ -45,7 +45,7 @@ class ImagePreparation:
         """Whether any requests have not been returned by `done` yet."""
         return bool(self._pending)
 
-    def begin(self, message: AddRequest, request: Any) -> None:
+    def start(self, message: AddRequest, request: Any) -> None:
         """Start preparing the images of a message; `done` returns its `EngineCoreRequest`."""
         self._pending[message.id] = self._thread.submit(self._prepare, message, request)
 
@@ -60,7 +60,7 @@ class ImagePreparation:
         Args:
             idle: the engine has nothing else to compute, so wait briefly for the first one.
         """
-        completed = wait(self._pending.values(), _PATIENCE if idle else 0, FIRST_COMPLETED).done
+        completed = wait(self._pending.values(), _MAX_WAIT if idle else 0, FIRST_COMPLETED).done
         finished = [(each, future) for each, future in self._pending.items() if future in completed]
         for request_id, _ in finished:
             del self._pending[request_id]
@@ -83,7 +83,7 @@ class ImagePreparation:
     def _prepare_image(self, image: EncoderInput, prompt: list[int]) -> Any:
         size = image.width, image.height
         if len(image.pixels) != 3 * image.width * image.height:
-            raise ValueError(f"{len(image.pixels)} bytes are not those of {size} pixels")
+            raise ValueError(f"an image of {size} pixels has {len(image.pixels)} bytes")
         processor, digest = self._budget.processor, image.digest.hex()
         picture = Image.frombytes("RGB", size, image.pixels)
         processed = processor(
@@ -96,8 +96,8 @@ class ImagePreparation:
         is_embedding = placeholder.is_embed
         if is_embedding is None:
             is_embedding = torch.ones(placeholder.length, dtype=torch.bool)
-        at = is_embedding.nonzero().flatten().tolist()
-        first, end = at[0], at[-1] + 1
+        positions = is_embedding.nonzero().flatten().tolist()
+        first, end = positions[0], positions[-1] + 1
         # The front end has already expanded the placeholders; they must match vLLM's.
         expected = processed["prompt_token_ids"][
             placeholder.offset + first : placeholder.offset + end
@@ -106,13 +106,13 @@ class ImagePreparation:
         if expected != actual:
             raise UnsupportedParameter(
                 "messages",
-                f"to vLLM's processor an image of {image.width} x {image.height} pixels is "
-                f"{len(expected)} tokens, which are not the {len(actual)} of the prompt",
+                f"vLLM's processor expands an image of {image.width} x {image.height} pixels to "
+                f"{len(expected)} tokens, the prompt has {len(actual)}",
             )
-        if len(at) > self._budget.encoder_cache_size:
+        if len(positions) > self._budget.encoder_cache_size:
             raise UnsupportedParameter(
                 "messages",
-                f"an image of {len(at)} tokens is larger than vLLM's encoder cache of "
+                f"an image of {len(positions)} tokens is larger than vLLM's encoder cache of "
                 f"{self._budget.encoder_cache_size}: raise --max-num-batched-tokens",
             )
         return MultiModalFeatureSpec(

@@ -26,7 +26,7 @@ class Sequence:
     first: float | None = None
     preemptions: int = 0
 
-    def take(self, output: Any, counters: EngineCounters) -> RequestOutput | None:
+    def convert(self, output: Any, counters: EngineCounters) -> RequestOutput | None:
         """Convert a vLLM `EngineCoreOutput`; None if it has neither tokens nor a finish reason."""
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and self.planned is None:
@@ -47,12 +47,14 @@ class Sequence:
         stats = output.prefill_stats
         cached = stats.num_cached_tokens if is_first and stats is not None else 0
         logprobs = output.new_logprobs
-        of_prompt = output.new_prompt_logprobs_tensors
+        prompt_tensors = output.new_prompt_logprobs_tensors
         result = RequestOutput(
             self.message.id,
             tokens,
             logprobs=None if logprobs is None else token_logprobs(logprobs),
-            prompt_logprobs=None if of_prompt is None else token_logprobs(of_prompt.tolists()),
+            prompt_logprobs=None
+            if prompt_tensors is None
+            else token_logprobs(prompt_tensors.tolists()),
             num_cached_tokens=min(cached, len(self.message.prompt_token_ids)),
             timing=self._timing(now, ends=reason is not None)
             if tokens and (is_first or reason is not None)

@@ -39,8 +39,8 @@ class UnsupportedParameter(Exception):
 class Continuation(Enum):
     """How an engine continues from output tokens that another engine generated."""
 
-    RESUMED = "as after a preemption: vLLM knows it for output"
-    COUNTED = "at the end of the prompt, where `PenaltiesProcessor` counts it"
+    RESUMED = "as after a preemption: vLLM treats the tokens as output"
+    COUNTED = "at the end of the prompt, where `PenaltiesProcessor` counts them as output"
     UNCOUNTED = "at the end of the prompt"
 
 
@@ -66,7 +66,7 @@ def core_request(
         ValueError: vLLM rejects a parameter.
     """
     if message.pooling is not None:
-        raise UnsupportedParameter("model", "vLLM engines make no vectors here")
+        raise UnsupportedParameter("model", "vLLM engines do not support embeddings")
     if message.adapter and message.adapter not in adapters:
         raise UnsupportedParameter("model", "the adapter is not loaded")
     sampling = message.sampling
@@ -100,8 +100,8 @@ def core_request(
         if continuation is Continuation.UNCOUNTED:
             raise UnsupportedParameter(
                 names[0],
-                "vLLM engines with its first model runner and drafts cannot apply it after "
-                "the sequence was moved here",
+                "vLLM's V1 model runner with speculative decoding cannot apply it to a sequence "
+                "moved from another engine",
             )
         params.extra_args = {ARGUMENT: asdict(ResumedPenalties.taken_from(params, done))}
     params.update_from_generation_config(generation, eos)
@@ -149,7 +149,7 @@ def structured(grammar: GrammarSpec | None) -> Any:
         case JsonSchemaGrammar() | JsonObjectGrammar() if grammar.whitespace is not None:
             raise UnsupportedParameter(
                 "whitespace_pattern",
-                "vLLM engines have one rule for all requests, disable_any_whitespace of "
+                "vLLM engines use one setting for all requests: disable_any_whitespace of "
                 "structured_outputs_config in --engine-args",
             )
         case JsonSchemaGrammar(schema, _, lenient):

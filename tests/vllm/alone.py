@@ -37,7 +37,7 @@ class Images:
     def is_busy(self) -> bool:
         return bool(self.under_way)
 
-    def begin(self, message: AddRequest, wanted: Any) -> None:
+    def start(self, message: AddRequest, wanted: Any) -> None:
         self.under_way[message.id] = wanted
         self.began.append(message.id)
 

@@ -16,7 +16,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.follower import GrammarFollower
 from engine.shared.config import BUNDLED_MODEL
-from engine.shared.messages import JsonSchemaGrammar, RegexGrammar, SamplingParams
+from engine.shared.messages import GrammarSpec, JsonSchemaGrammar, RegexGrammar, SamplingParams
 from engine.vllm.grammars import GrammarAfterText
 
 VOCAB_SIZE, END = 2048, 2
@@ -30,16 +30,17 @@ def tokens_of(row: Any) -> list[int]:
 
 def walk(source: random.Random, compiler: GrammarCompiler, tokenizer: Any) -> Counter[str]:
     """Follow one output with both; return the number of masks compared in each part."""
+    grammars: list[GrammarSpec] = [JsonSchemaGrammar(SCHEMA), RegexGrammar("[a-f<]{3,9}")]
+    grammar = source.choice(grammars)
     sampling = SamplingParams(
         max_tokens=60,
         seed=1,
-        grammar=source.choice([JsonSchemaGrammar(SCHEMA), RegexGrammar("[a-f<]{3,9}")]),
+        grammar=grammar,
         grammar_after=source.choice(["</think>", "</"]),
         grammar_opening=source.choice(["", "<think>", "<"]),
         grammar_budget=source.choice([0, 5, 20]),
     )
-    assert sampling.grammar is not None
-    compiled = compiler.compiled(sampling.grammar)
+    compiled = compiler.compiled(grammar)
     assert compiled.matcher is not None, compiled.error
     expected = GrammarFollower(compiled, compiler, sampling)
     inner = GuidanceGrammar(compiled.matcher.deep_copy(), compiler.tokenizer(), VOCAB_SIZE)
