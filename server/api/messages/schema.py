@@ -253,9 +253,9 @@ class _Conversation(RequestBody):
     mcp_servers: Annotated[list[JsonObject], Field(max_length=limits.MAX_TOOL_CALLS)] | None = (
         Field(
             None,
-            description="Refused: no tools run here.",
+            description="Refused: this server runs no tools.",
             json_schema_extra=extra(
-                "refused", "no tools run here", [], example=[{"url": "http://localhost"}]
+                "refused", "this server runs no tools", [], example=[{"url": "http://localhost"}]
             ),
         )
     )
@@ -302,8 +302,8 @@ class MessagesRequest(_Conversation):
     )
     container: str | JsonObject | None = Field(
         None,
-        description="Refused: no tools run here.",
-        json_schema_extra=extra("refused", "no tools run here", example="container_1"),
+        description="Refused: this server runs no tools.",
+        json_schema_extra=extra("refused", "this server runs no tools", example="container_1"),
     )
     service_tier: Name | None = Field(
         None,
