@@ -238,7 +238,7 @@ class _Conversation(RequestBody):
     tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different(
-            "functions only; other tools are ignored, or refused if tool_choice demands them"
+            "functions only; other tools are ignored, or refused if tool_choice requires them"
         ),
     )
     tool_choice: MessageToolChoice | None = None
@@ -261,7 +261,7 @@ class _Conversation(RequestBody):
     )
     context_management: JsonObject | None = Field(
         None,
-        description="Accepted and not used: conversations are used exactly as sent.",
+        description="Accepted but not used: conversations are used exactly as sent.",
         json_schema_extra=extra("ignored", "conversations are used exactly as sent"),
     )
     chat_template_kwargs: JsonObject | None = None
@@ -307,7 +307,7 @@ class MessagesRequest(_Conversation):
     )
     service_tier: Name | None = Field(
         None,
-        description="Accepted and not used.",
+        description="Accepted but not used.",
         json_schema_extra=extra("ignored", "there is only one tier"),
     )
 
