@@ -48,7 +48,7 @@ $(CHAT_MODEL): | $(VENV)/.serve
 	@rm -r $(@D)/fetched
 
 # A model this small says other things as it is rounded, and where it is drawn from.
-chat: $(VENV)/.serve $(CHAT_MODEL) ## talk to a small model in the terminal; port 8000 serves it meanwhile
+chat: $(VENV)/.serve $(CHAT_MODEL) ## chat with a small model in the terminal, also served on port 8000
 	@exec $(BIN)/swell chat $(CHAT_MODEL) --served-model-name smollm2 --data-parallel-size 1 --port 8000 \
 		--temperature 0 --dtype float32 $(ARGS)
 
@@ -149,7 +149,7 @@ lint: $(VENV)/.test ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.test ## put the code into shape
+format: $(VENV)/.test ## sort imports, format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -159,7 +159,7 @@ bench: $(VENV)/.test ## start the stack, load it, print speed, memory and idle C
 docs-site: $(VENV)/.test ## build the documentation site in build/site; a dead link is an error
 	$(BIN)/python -m scripts.build_site $(ARGS)
 
-docs: $(VENV)/.test ## write docs/settings.md and docs/compatibility.md anew
+docs: $(VENV)/.test ## generate docs/settings.md and docs/compatibility.md
 	$(BIN)/python scripts/write_settings_doc.py
 	$(BIN)/python scripts/write_agreed_settings.py
 	$(BIN)/python scripts/write_compatibility_doc.py

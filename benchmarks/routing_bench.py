@@ -1,7 +1,9 @@
 """Compares routing policies in virtual time: skewed lengths, bursts and shared prefixes.
 
 Engine cores, schedulers, front ends' members, loads and block indexes, the load table and the
-policies are the production classes; only the model and the clock are simulated.
+policies are the production classes; only the model and the clock are simulated. Every policy in
+`server.router.routing.POLICIES` takes part. Only one that reads a block index, as `PrefixAware`
+does, needs a change here: `Simulation` creates the indexes.
 
 python -m benchmarks.routing_bench
 python -m benchmarks.routing_bench --engines 16 --requests 4000

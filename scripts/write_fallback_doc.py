@@ -45,9 +45,8 @@ family](models.md#without-a-family). Each was made at a tiny size with random we
 windows shorter than the prompt where the class has windows; it is served if its logits in fp32,
 computed in chunks beside another sequence over the paged KV cache, are within 0.001 of those that
 transformers computes of the whole sequence with its own attention. `make test-parity` compares
-configurations with unusual values.
-`scripts/write_fallback_doc.py` writes this page. The {families}
-architectures that have a [family](models.md#families) were not tried.
+configurations with unusual values. Architectures with a [family](models.md#families) are not
+tried. `python -m scripts.write_fallback_doc` generates this page.
 """
 
 
@@ -157,14 +156,11 @@ def render(outcomes: dict[str, Outcome]) -> str:
     for name, reason in others.items():
         if name not in served:
             reasons.setdefault(reason, []).append(name)
-    page = _INTRODUCTION.format(version=transformers.__version__, families=len(FAMILIES))
-    page += f"\n## Served\n\n{len(served)} architectures.\n\n"
-    page += "| architecture | `model_type` |\n|---|---|\n"
+    page = _INTRODUCTION.format(version=transformers.__version__)
+    page += "\n## Served\n\n| architecture | `model_type` |\n|---|---|\n"
     for name in sorted(served):
         page += f"| {name} | {', '.join(served[name])} |\n"
-    count = sum(map(len, reasons.values()))
-    page += f"\n## Not served\n\n{count} architectures.\n\n"
-    page += "| because | architectures |\n|---|---|\n"
+    page += "\n## Not served\n\n| because | architectures |\n|---|---|\n"
     for reason, names in sorted(reasons.items(), key=lambda each: (-len(each[1]), each[0])):
         page += f"| {reason} | {', '.join(sorted(names))} |\n"
     return page

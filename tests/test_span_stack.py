@@ -140,7 +140,7 @@ def test_engine_of_four_processes_on_two_nodes_equals_single_process(
             assert [answer.result(2 * PATIENCE) for answer in answers] == [whole[MODEL]] * 4
         assert engine.wait(PATIENCE) == 1
         assert have_ended(*everything)
-        assert "node 1 is lost: it was told to stop" in printed(engine)
+        assert "node 1 is lost: it was stopped" in printed(engine)
 
 
 def test_engine_recovers_from_any_death_on_either_node(span: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The interface between the engine's loop and executors, which compute tokens."""
+"""The interface of executors, which compute the steps that the engine plans."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -43,9 +43,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     is_batch_invariant: bool = False
     """Whether tokens are independent of other sequences in their step."""
     row_price: float = 0.0
-    """Cost of a further token in a step, relative to a step of one token."""
+    """Cost of each additional token in a step, relative to a step of one token."""
     draft_price: float = 0.0
-    """Cost of a draft model or head for one token, relative to the same."""
+    """Cost of one token of a draft model or head, relative to a step of one token."""
     vision: VisionSpec | None = None
     """Spec of the image encoder; None if images are refused."""
     embedding_bytes: int = 0
@@ -63,7 +63,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
             CannotDo: they differ.
         """
         if fingerprint != self.model_fingerprint:
-            raise CannotDo("the model's weights have changed: the engine has to be restarted")
+            raise CannotDo("the model's weights have changed: restart the engine")
 
 
 class PendingResult(Protocol):

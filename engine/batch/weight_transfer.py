@@ -2,7 +2,7 @@
 
 The trainer is rank 0 of a process group, the engines are the other ranks. It announces tensors
 before it broadcasts them one by one; names and shapes are those of the checkpoint that the engine
-serves. They are held here until the engine is told to switch to them.
+serves. They are kept here until the engine switches to them.
 """
 
 import logging
@@ -61,7 +61,7 @@ def announced_tensors(
         if dtype is None:
             raise CannotDo(f"{name} is of type {type_name}; it can be {', '.join(_TYPES)}")
         if name in expected:
-            raise CannotDo(f"{name} is named twice")
+            raise CannotDo(f"{name} appears twice")
         if not all(0 < size < 1 << 40 for size in shape) or not 0 < prod(shape) < 1 << 40:
             raise CannotDo(f"{name} cannot have the shape {list(shape)}")
         expected[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -72,8 +72,7 @@ class WeightTransfer:
     """An engine's end of the group with a trainer, and the tensors received.
 
     Methods are called by one thread and return immediately; another thread waits for the trainer.
-    After an error the group has ended, received tensors are dropped, and the trainer must be joined
-    again.
+    An error ends the group and drops received tensors; the trainer must be joined again.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class WeightTransfer:
         self._check = check
         self._lock = threading.Lock()
         self._generation = 0
-        """Incremented by `leave`: results of threads from an earlier turn are ignored."""
+        """Incremented by `leave`, so that results of earlier threads are ignored."""
         self._group: PlainGroup | None = None
         self._tensors: dict[str, Tensor] = {}
         self.phase: Phase = "none"
@@ -152,15 +151,15 @@ class WeightTransfer:
         self.is_open = False
         return SentTensors(tensors)
 
-    def leave(self, reason: str = "it was left") -> None:
-        """End the group and abort pending transfers; the trainer notices soon."""
+    def leave(self, reason: str = "the engine left it") -> None:
+        """End the group and abort pending transfers; the trainer's collectives then fail."""
         with self._lock:
             self._generation += 1
             self._end(reason)
 
     def _require_joined(self) -> PlainGroup:
         if self.phase == "receiving":
-            raise CannotDo("the trainer is sending already")
+            raise CannotDo("the trainer is already sending")
         if self.phase != "joined" or self._group is None:
             why = f": the group has ended: {self.error}" if self.error else ""
             raise CannotDo(f"it has not joined a trainer{why}")
@@ -184,7 +183,7 @@ class WeightTransfer:
         except GroupBroken as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("weights of a trainer cannot be received")
+            logger.exception("cannot receive weights from the trainer")
             reason = f"{type(error).__name__}: {error}"
         with self._lock:
             if generation != self._generation:

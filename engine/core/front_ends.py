@@ -69,7 +69,7 @@ class FrontEnds:
         self.reported = UrgentStats()
         """State last sent to all front ends."""
         self.results: list[tuple[int, UtilityResult]] = []
-        """Answers to operators' calls, with the front end that called."""
+        """Answers to operator calls, with the front end that called."""
         self.block_requests: dict[int, int] = {}
         """Front ends that wait for changes of KV blocks, with the newest change they know."""
         self._blocks: list[tuple[int, KvBlocks]] = []

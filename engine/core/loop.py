@@ -13,11 +13,10 @@ from engine.core.watchdog import StepWatch
 from engine.shared.messages import FormGroup
 
 IDLE_STATS_INTERVAL = 2.0
-"""Seconds between stats of an idle engine, so that their age distinguishes stale from idle."""
+"""Seconds between stats of an idle engine, so that old stats mean a problem."""
 
 IDLE_STATS_DELAY = 0.005
-"""Delay after the last step before idle stats are sent: the next request may arrive by
-then."""
+"""Delay after the last step before idle stats are sent: often the next request arrives sooner."""
 
 ANNOUNCEMENT_SECONDS = 0.05
 """Delay before the first step of a request that runs alone because it may crash the engine, and
@@ -49,7 +48,7 @@ class EngineLoop:
         Args:
             drain_timeout: seconds after which a draining engine exits with unfinished requests.
             on_iteration: called in every iteration.
-            on_drain: notifies the cluster that the engine accepts nothing new.
+            on_drain: notifies the cluster that the engine accepts no new requests.
             clock: returns monotonic seconds.
         """
         self._core = core
@@ -93,7 +92,7 @@ class EngineLoop:
                     if isinstance(item, Drain):
                         self._on_drain()
                 case Welcomed() | FormGroup():
-                    pass  # it is a member already, and in no group
+                    pass  # the engine is already a member, and in no group
                 case _:
                     core.handle(item)
         self.wait = 0.0
@@ -102,7 +101,7 @@ class EngineLoop:
             return
         if core.has_work:
             if not had_work:
-                # Reported first, or work that ends within one step would go unnoticed.
+                # Otherwise work that ends within one step would never be reported.
                 self._send_stats(now)
             self.compute(core.next_tokens)
             return

@@ -34,7 +34,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 @dataclass(kw_only=True, eq=False)
 class Operations:
-    """Carries out operators' calls on one engine; `utilities` maps call names to these methods."""
+    """Carries out operator calls on one engine; `utilities` maps call names to these methods."""
 
     setup: EngineSetup
     halting: Halting

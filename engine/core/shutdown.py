@@ -11,7 +11,7 @@ DRAINING_WAIT = 0.02
 
 
 class Shutdown:
-    """Stop requests of one engine, and whether it can exit.
+    """Orders to stop one engine, and whether it can exit.
 
     Args:
         core: the engine.
@@ -25,8 +25,7 @@ class Shutdown:
         self._stop: Stop | None = None
 
     def request(self, order: Drain | Stop, now: float) -> None:
-        """Record a request to stop, either once drained or immediately; `now` in monotonic
-        seconds."""
+        """Record an order to stop, immediately or once drained; `now` is monotonic seconds."""
         if isinstance(order, Stop):
             self._stop = order
         elif self._draining_since is None:

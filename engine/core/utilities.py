@@ -1,4 +1,4 @@
-"""Operators' calls on engines besides serving, by name and with typed arguments.
+"""Operator calls on engines besides serving, by name and with typed arguments.
 
 Only the utilities listed here can be called. Errors are returned to the caller; the engine
 continues to serve.

@@ -97,13 +97,13 @@ def open_store(spec: GroupSpec, listener: socket.socket | None) -> Store:
 
 
 class Connections:
-    """A process group that can be disconnected; uses gloo, or NCCL for tensors on CUDA devices."""
+    """A process group that can be disconnected: gloo, or NCCL for tensors on CUDA devices."""
 
     _making = threading.Lock()
     """Held while a group is created, so that the sockets opened meanwhile are the group's."""
 
     def __init__(self, store: Store, name: str, spec: GroupSpec, device: torch.device) -> None:
-        """Connect all members; all have to join within the timeout.
+        """Connect to all members, which must join within the timeout.
 
         Raises:
             RuntimeError: not all joined, or the network failed.
@@ -143,7 +143,7 @@ class Connections:
     def disconnect(self) -> None:
         """Shut down all connections: pending operations here and at peers fail immediately.
 
-        Gloo has no such function: without this its waits end only by their timeout.
+        Gloo has no such function: without this, its waits end only when they time out.
         """
         with self._lock:
             for connection in self._sockets:
@@ -165,8 +165,8 @@ class Connections:
     def close(self, stuck: Sequence[Work] = ()) -> None:
         """Free the connections and their threads.
 
-        With unfinished collectives that would block until their timeouts: the group is then freed
-        by a later `close`, after they have completed.
+        With `stuck`, unfinished collectives, this would block until their timeouts: instead, a
+        later `close` frees the group once they have completed.
         """
         _abandoned[:] = [
             (backend, works)

@@ -50,11 +50,11 @@ from engine.shared.pooling import PoolingSpec, read_pooling
 logger = logging.getLogger(__name__)
 
 _MAX_HEAD_THREADS = 4
-"""No more were measured; each reads its share of a few dozen megabytes."""
+"""More were not measured; each thread reads its share of a few dozen megabytes."""
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
-    """A loaded model, and what is needed to change parts of it later."""
+    """A loaded model, and the loader that can replace parts of it later."""
 
     model: Decoder
     fingerprint: str
@@ -117,7 +117,7 @@ def load_model(
     spec = msgspec.structs.replace(spec, cache_groups=groups)
     checkpoint: Checkpoint
     if settings.load_format == "sharded_state" and sent is None:
-        # A single process holds everything, cut for one rank.
+        # A single process loads the shards of one rank, which are the whole model.
         ranks = (0, 1) if shard is None else (shard.group.rank, shard.group.size)
         checkpoint = ShardedState(directory, spec, TensorSharding(spec, *ranks))
     else:
@@ -274,7 +274,7 @@ def set_threads(config: EngineConfig, engines_on_node: int, cores: int | None = 
     try:
         torch.set_num_interop_threads(1)
     except RuntimeError:  # only possible before the first parallel work of a process
-        logger.debug("the inter-operator thread pool was started already")
+        logger.debug("the inter-operator thread pool has already started")
 
 
 def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int) -> int:
@@ -289,10 +289,10 @@ def max_head_threads(spec: ModelSpec, config: EngineConfig, engines_on_node: int
 
 
 def _free_cores(config: EngineConfig) -> int:
-    """Return the number of cores the node's engines compute on.
+    """Return the number of cores on which the node's engines compute.
 
     A small model produces tokens so fast that front ends and clients need a core, and gains little
-    from one more: so its engines leave them one.
+    from one more core: its engines leave one free.
     """
     directory = model_directory(config.model, weights=False)
     if implementation(directory, config.model) == "transformers":

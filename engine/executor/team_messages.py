@@ -67,7 +67,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DummyStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run the local experts for the other engines of the group."""
+    """Take part in a step without own tokens: run local experts for the group's other engines."""
 
 
 class PrepareGroup(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -79,7 +79,7 @@ from engine.shared.process_state import end_signals
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_SENDS = 16
-"""Maximum sends of states to the next stage in progress: more than are ever in flight."""
+"""Maximum unfinished sends of states to the next stage; usually there are fewer."""
 
 
 class Worker:
@@ -108,7 +108,7 @@ class Worker:
         self._receives: deque[Transfer] = deque()
         """Receives of states from the previous stage, for pending steps."""
         self._sends: deque[Transfer] = deque()
-        """Sends of states to the next stage in progress."""
+        """Unfinished sends of states to the next stage."""
         configured = launch.config.cache.kv_cache_memory_bytes
         self.free_blocks = (
             configured or available_memory(device, self._processes)
@@ -189,7 +189,7 @@ class Worker:
 
     @property
     def _loaded(self) -> Decoder:
-        assert self._holder.loaded is not None, "the worker sleeps"
+        assert self._holder.loaded is not None, "the worker is asleep"
         return self._holder.loaded.model
 
     def _load(
@@ -267,8 +267,8 @@ class Worker:
     def _check(self, fingerprint: str) -> None:
         if self._holder.loaded is None or fingerprint != self._holder.loaded.fingerprint:
             raise CannotDo(
-                f"worker {self._rank} on {socket.gethostname()} has parts of other weights than "
-                f"the engine's own process: the files of {self._config.model.model} have to be "
+                f"worker {self._rank} on {socket.gethostname()} has loaded other weights than "
+                f"the engine's own process: the files of {self._config.model.model} must be "
                 "the same on all nodes"
             )
 
@@ -287,7 +287,7 @@ class Worker:
 
     def _end_trial(self) -> None:
         trial, self._trial = self._trial, None
-        assert trial is not None, "no trial was begun"
+        assert trial is not None, "no trial has begun"
         peak = trial.peak(
             sum(layer.nbytes for layer in {id(each): each for each in self._cache}.values())
         )
@@ -334,7 +334,7 @@ class Worker:
         return None if bank is None or not slots else bank.rows(_integers(slots))
 
     def _load_adapter(self, command: LoadAdapter) -> None:
-        """Read matrices from the message on a stage's first shard, else from its broadcast."""
+        """Load an adapter, whose matrices a stage's first shard gets by message and broadcasts."""
         model, broadcast = self._loaded, self._grid.shards.broadcast
         data = bytearray(command.data)
         stored = torch.frombuffer(data, dtype=model.dtype) if data else None
@@ -422,7 +422,7 @@ def run(launch: WorkerLaunch, lifeline: Lifeline) -> int:
     """Run a worker for the engine that started this process; return the exit code."""
     log = launch.config.log
     name_process(f"engine {launch.engine} worker {launch.rank}", log.log_level, log.log_format)
-    # The engine ends its workers; signals to a whole control group are for the engine to handle.
+    # If a signal reaches the whole control group, the engine handles it and ends its workers.
     for signum in end_signals():
         signal.signal(signum, signal.SIG_IGN)
     lifeline.watch(on_lost=lambda: os._exit(0))

@@ -1,4 +1,4 @@
-"""Entry point of a worker: settles the environment before libraries are imported."""
+"""Entry point of a worker: configures the environment before libraries are imported."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from engine.shared.lifeline import Lifeline
 
 
 def begin() -> tuple[WorkerLaunch, Lifeline]:
-    """Wait for the launch parameters; bind this process and settle its environment."""
+    """Wait for the launch parameters; bind this process and configure its environment."""
     lifeline = Lifeline.from_environment()
     launch = lifeline.read_launch(WorkerLaunch)
     launch = msgspec.structs.replace(launch, config=bind_cpus(launch.config, launch.rank))

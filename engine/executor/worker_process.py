@@ -48,8 +48,8 @@ def start_worker(launch: WorkerLaunch) -> StartedWorker:
     launch = msgspec.structs.replace(launch, commands=descriptors[1])
     try:
         lifeline.sendall(pack_frame(launch))
-    except OSError:  # already dead: noticed by whoever watches its lifeline
-        logger.debug("worker %d does not listen", launch.rank)
+    except OSError:  # it has exited, which its lifeline reports
+        logger.debug("worker %d exited before it was launched", launch.rank)
     return StartedWorker(process, lifeline, commands)
 
 

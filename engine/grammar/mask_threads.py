@@ -1,7 +1,7 @@
-"""Computes masks in threads, which the stepping thread awaits for a limited time.
+"""Computes grammar masks in threads, for which the stepping thread waits for a limited time.
 
-The library cannot be interrupted. A mask that takes too long is left to its thread, and its
-sequence samples again later, or ends; the steps of others continue.
+The grammar library cannot be interrupted. A mask that takes too long continues in its thread; its
+sequence samples again later, or fails, and the steps of other sequences continue.
 """
 
 import threading
@@ -23,10 +23,10 @@ _THREADS = 4
 
 
 class GrammarState:
-    """The lock of a grammar's shared state, which the library guards internally.
+    """Serializes the calls of the library for one grammar, whose state it locks internally.
 
-    Any other thread that called the library for the grammar would block on the thread that computes
-    its masks, and delay the whole step.
+    A second thread would block in the library until the first has computed its mask, and delay the
+    whole step.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class MaskJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether it exceeds the limit, or waits for a job that does."""
+        """Whether it exceeds the limit, or is queued behind a job of its grammar that does."""
         seconds = self.cpu_seconds
         if seconds is None:
             running = self.state.running
@@ -90,10 +90,10 @@ class MaskThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, "masks")
         self._unfinished: list[MaskJob] = []
-        """Unfinished jobs that were abandoned by their steps."""
+        """Jobs that still run although their steps no longer wait for them."""
 
     def run(self, jobs: Iterable[MaskJob], patience: float, seconds: float = STEP_SECONDS) -> None:
-        """Run jobs and wait; when the wait ends, started jobs continue and others are dropped.
+        """Run jobs and wait; when the wait ends, running jobs continue and the rest are dropped.
 
         Args:
             jobs: the masks of a step.

@@ -1,4 +1,4 @@
-"""Operators' calls that affect a whole lockstep group: pause, resume, sleep, wake_up.
+"""Operator calls that affect a whole lockstep group: pause, resume, sleep, wake_up.
 
 An engine can stop, or release its memory, only when all ranks of its group have stopped at the same
 point. So such a call on any rank requests a hold of the group and waits for it; and the end of a

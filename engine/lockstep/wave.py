@@ -208,7 +208,7 @@ class EngineWave(WaveClock):
 
     @property
     def held(self) -> bool:
-        """Whether the whole group is held, so that operators' calls can proceed."""
+        """Whether the whole group is held, so that operator calls can proceed."""
         return self.phase is Phase.HELD
 
     @property

@@ -1,8 +1,8 @@
 """The shared secrets of a cluster, from which the keys of its TCP connections are derived.
 
 One secret is used to connect (`--cluster-key-file`). During key rotation binding sockets accept a
-second one (`--accepted-cluster-key-file`): both files are read again when they change, so that
-processes with the old and the new secret can reach each other until all have been restarted.
+second one too (`--accepted-cluster-key-file`). Both files are reloaded when they change, so that
+processes with the old and the new secret can connect until all have been restarted.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def cluster_key_pair(shared_secret: bytes) -> KeyPair:
     if len(material) < MIN_KEY_BYTES:
         raise InsecureCluster(
             f"the cluster key has {len(material)} bytes and needs at least {MIN_KEY_BYTES}: "
-            "make one with `openssl rand -hex 32`"
+            "generate one with `openssl rand -hex 32`"
         )
     seed = hashlib.blake2b(material, digest_size=32, person=b"swell-cluster").digest()
     secret = z85.encode(seed)

@@ -4,9 +4,9 @@ SWELL_VERSION = "0.1.0"
 """The package version; pyproject.toml reads it from here."""
 
 PROTOCOL_VERSION = 4
-"""Grows with every change of `engine.shared.messages` that an older process would misinterpret.
+"""Incremented with every change of `engine.shared.messages` that older processes would misread.
 
-Appended fields whose default means the same as their absence do not change it.
+An appended field whose default means the same as its absence needs no new version.
 docs/deploy-reference.md lists what each version changed; the image's label and the chart contain it
 too.
 """

@@ -27,7 +27,7 @@ from server.schema.body import RequestBody
 Body = TypeVar("Body", bound=RequestBody)
 
 LARGE = 1 << 16
-"""Bytes from which on a body, or a list in it, is parsed in parts."""
+"""Minimum bytes of a body, or of a list in it, that is parsed in parts."""
 _PART_BYTES = 1 << 15
 """Bytes of a list parsed without yielding, about 0.5 ms."""
 
@@ -54,7 +54,7 @@ async def read_body(model: type[Body], body: bytes) -> Body:
             found = model.model_validate_json(body)
         else:
             found = await _read_large(model, given)
-            await asyncio.sleep(0)  # what is made of it takes as long again
+            await asyncio.sleep(0)  # the operation takes about as long again
     except pydantic.ValidationError as error:
         await asyncio.sleep(0)
         raise invalid_body(error, body) from error
@@ -116,7 +116,7 @@ async def _read_ids(text: bytes) -> list[int] | list[list[int]] | None:
 async def _read_list(text: bytes) -> list[int]:
     """Parse a list of token IDs in parts."""
     if not text.startswith(b"["):
-        raise ValueError("no list")
+        raise ValueError("not a list")
     found: list[int] = []
     start, end = 1, len(text) - 1
     while start < end:
@@ -204,7 +204,7 @@ class ApiRoute(APIRoute):
                 await response(call.scope, call.receive, call.send)
         except ClientDisconnected:
             name = call.request_id
-            logger.debug("request %s: the client hung up", name, extra={"request_id": name})
+            logger.debug("request %s: the client disconnected", name, extra={"request_id": name})
         except Exception as error:
             if call.status is not None:
                 raise

@@ -179,7 +179,7 @@ class _Session:
         if self._is_terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401  # gives input() history and editing
-            self._notes.print(f"You talk to {self._model}. /help lists commands.")
+            self._notes.print(f"Chatting with {self._model}. /help lists commands.")
         while True:
             try:
                 line = input("> " if self._is_terminal else "").strip()

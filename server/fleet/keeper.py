@@ -284,7 +284,7 @@ class Keeper:
                 return
 
     def _print_restart(self, message: str, wait: float) -> None:
-        self._console.print(f"{message}; again in {wait:.1f} s", highlight=False, soft_wrap=True)
+        self._console.print(f"{message}; retrying in {wait:.1f} s", highlight=False, soft_wrap=True)
 
     async def _start(self, role: Role) -> None:
         self._prepare()

@@ -74,7 +74,7 @@ class EngineScaler:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
             case ScaleEngines(size) if self._is_single and size > 1:
-                return self._status("an engine that spans nodes (--nnodes) is the only one")
+                return self._status("an engine that spans nodes (--nnodes) cannot be scaled")
             case ScaleEngines(size):
                 self._target = size
             case RestartEngines():
@@ -204,7 +204,7 @@ class NodeApiServers:
 
     Args:
         engines: the engines' roles, by rank; read only.
-        make_role: makes the role on a node; None: that node needs none.
+        make_role: makes the role on a node, None if the node needs no API server.
         drain_within: seconds for an API server to exit.
     """
 
@@ -228,10 +228,10 @@ class NodeApiServers:
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     async def until_ready(self, *others: asyncio.Future[Any]) -> None:
-        """Wait until there is one on each node, or one of the other futures is done.
+        """Wait until each node has a ready API server, or one of the other futures is done.
 
         Raises:
-            StartupFailed: one could not start.
+            StartupFailed: a server could not start.
         """
         self.update(time.monotonic())
         await self._keeper.until_ready(list(self.roles.values()), *others)
@@ -260,7 +260,7 @@ class NodeApiServers:
                 # Retry later: on a node that joined after the start, a failure does not end the
                 # stack.
                 reason = None if keep_task.cancelled() else keep_task.exception()
-                logger.error("%s; again in %.0f s", reason, MAX_BACKOFF)
+                logger.error("%s; retrying in %.0f s", reason, MAX_BACKOFF)
                 self._retry_at[node] = now + MAX_BACKOFF
                 del self.roles[node]
             elif now - self._last_engine_at[node] > IDLE_NODE_TIMEOUT:

@@ -70,11 +70,11 @@ def _find(ids: list[int], part: list[int], start: int) -> int | None:
 
 
 _LONG = 1 << 14
-"""Characters from which on a text is tokenized separately, not in a batch."""
+"""Maximum characters of a text in a batch; longer texts are tokenized separately."""
 
 
 class PoolingInput(msgspec.Struct, frozen=True):
-    """One sequence to compute a vector of."""
+    """One sequence to pool into a vector."""
 
     token_ids: list[int]
     types_from: int = 0
@@ -177,7 +177,8 @@ class PoolingModel:
         room = (length.max_tokens if length.keep is None else length.keep) - frame.size
         if room < 2:
             raise invalid_field(
-                "truncate_prompt_tokens", f"the {frame.size} tokens the model adds leave no room"
+                "truncate_prompt_tokens",
+                f"leaves no room beside the {frame.size} tokens that the model adds",
             )
         left = await self._tokens(firsts, length, room, fields[0])
         right = await self._tokens(seconds, length, min(room, max_second_tokens or room), fields[1])
@@ -266,6 +267,6 @@ def _checked(inputs: list[PoolingInput], length: Length, field: str) -> list[Poo
 def _too_many(field: str, count: int) -> ApiError:
     return invalid_field(
         field,
-        f"{count} tokens in all are more than the {MAX_INPUT_TOKENS} that a request "
-        "may have; send several requests",
+        f"{count} tokens in total are more than the {MAX_INPUT_TOKENS} allowed in a request: send "
+        "several requests",
     )

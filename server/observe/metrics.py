@@ -32,8 +32,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "admission_rejections": (
         "Requests refused with 429 before any work, by limit.", "reason",
     ),
-    "api_server_restarts": ("API servers that replaced one that died or hung.", "reason"),
-    "forwarded_requests": ("Responses of other servers, by model.", "model", "status"),
+    "api_server_restarts": ("API servers restarted because they died or hung.", "reason"),
+    "forwarded_requests": ("Responses of other servers, by model and status.", "model", "status"),
     "held_request_seconds": (
         "Seconds that requests waited because there was no engine (--cold-start-timeout).",
     ),
@@ -52,28 +52,30 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "lora_generation_tokens": ("Tokens generated with an adapter.", "lora_name"),
     "lora_prompt_tokens": ("Prompt tokens of requests for an adapter.", "lora_name"),
     "lora_requests": ("Requests that were answered with an adapter.", "lora_name"),
-    "mm_cache_hits": ("Images of mm_cache_queries that the engine had already.",),
+    "mm_cache_hits": ("Images of mm_cache_queries that the engine already had.",),
     "mm_cache_queries": (
-        "Images of sequences sent to engines; those that the engine has are not sent again.",
+        "Images of sequences sent to engines; an image that the engine has is not sent again.",
     ),
     "requests_resumed": (
         "Requests that continued on another engine after theirs was lost.",
     ),
     "response_store_evictions": (
-        "Kept responses and conversations that were deleted to make room, or for their age.",
+        "Stored responses and conversations deleted for lack of room or for their age.",
         "reason",
     ),
-    "responses_not_kept": ("Responses that could not be stored as their request wanted.",),
+    "responses_not_kept": ("Responses that could not be stored as requested.",),
     "routing_decisions": ("Sequences routed, by engine and reason.", "engine", "reason"),
     "routing_expected_cached_tokens": (
         "Prompt tokens that engines were expected to have cached, by prefix-aware routing.",
     ),
-    "routing_found_cached_tokens": ("Prompt tokens that they had cached, of the same requests.",),
+    "routing_found_cached_tokens": (
+        "Prompt tokens of the same requests that engines did have cached.",
+    ),
     "routing_index_resyncs": (
-        "Times that an engine sent all of its KV blocks again: after a reset, or lost changes.",
+        "Times that an engine resent the list of its KV blocks, after a reset or lost changes.",
     ),
     "tool_call_parser_invocations": (
-        "Answers that a parser read for tool calls, by its name.", "parser",
+        "Answers parsed for tool calls, by parser.", "parser",
     ),
 }  # fmt: skip
 """Help text and labels of each counter, by name."""
@@ -83,18 +85,18 @@ _PREPROCESS_BUCKETS = (
 )  # fmt: skip
 _TIMES: dict[str, tuple[str, tuple[float, ...]]] = {
     "event_loop_lag_seconds": (
-        "How late the event loop of an API server woke up, measured once a second.",
+        "Delay of the event loop's timer in an API server, measured once a second.",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     ),
     "image_prepare_time_seconds": (
-        "Time that it took to fetch, decode and resize all images of a request.",
+        "Time to fetch, decode and resize all images of a request.",
         _PREPROCESS_BUCKETS,
     ),
     "request_preprocess_time_seconds": (
         "Time from the arrival of a request until it is sent to an engine.", _PREPROCESS_BUCKETS,
     ),
     "wake_latency_seconds": (
-        "Time from a request sent to paused engines to evidence that they run.",
+        "Time from sending a request to paused engines until they report running.",
         (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
     ),
 }  # fmt: skip
@@ -109,8 +111,8 @@ class FrontEndMetrics:
 
         Args:
             config: the front end's.
-            slot: the front end's index on its node; counts of its earlier processes, which are in
-                memory that the supervisor holds, are continued.
+            slot: the front end's index on its node; the counters of its earlier processes, in
+                memory held by the supervisor, are continued.
 
         Raises:
             ValueError: the prefix is not valid in a Prometheus name.
@@ -158,9 +160,9 @@ class FrontEndMetrics:
         self._times[name].observe(seconds)
 
     def replaces(self, replaced: Mapping[str, int]) -> None:
-        """Set the number of earlier processes in this one's place, by how they ended.
+        """Raise the restart counters to the number of earlier processes, by how they ended.
 
-        Some may have died before they counted anything.
+        Some of them may have died before they counted anything.
         """
         for reason, count in replaced.items():
             counter = self._counters["api_server_restarts"].child(reason)
@@ -168,8 +170,7 @@ class FrontEndMetrics:
             counter.inc(max(0.0, count - family.samples[0].value))
 
     def submitted(self, arrived: float) -> None:
-        """Record that a request that arrived at `arrived` (monotonic seconds) was sent to
-        engines."""
+        """Record that a request was sent to engines; `arrived` is in monotonic seconds."""
         self.observe("request_preprocess_time_seconds", time.monotonic() - arrived)
 
     def sequence(
@@ -209,11 +210,15 @@ class FrontEndMetrics:
         own = []
         if self.store_usage is not None:
             kept, limit = self.store_usage()
-            text = "Bytes of kept responses and conversations."
+            text = "Bytes of stored responses and conversations."
             own.append(self._gauge("response_store_bytes", text, kept))
-            own.append(self._gauge("response_store_limit_bytes", "Bytes that may be kept.", limit))
+            own.append(
+                self._gauge("response_store_limit_bytes", "Maximum of response_store_bytes.", limit)
+            )
         if self.index_size is not None:
-            text = "KV blocks of engines that this API server knows of, for prefix-aware routing."
+            text = (
+                "KV blocks of engines that this API server has indexed, for prefix-aware routing."
+            )
             own.append(self._gauge("routing_index_blocks", text, self.index_size()))
 
         def render() -> bytes:

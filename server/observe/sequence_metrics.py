@@ -49,20 +49,20 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Time from a request's arrival to its last token.", _REQUEST_BUCKETS,
     ),
     "request_queue_time_seconds": (
-        "Time that a sequence waited in its engine to be scheduled first.", _PHASE_BUCKETS,
+        "Time from a sequence's arrival at its engine until it is first scheduled.", _PHASE_BUCKETS,
     ),
     "request_prefill_time_seconds": (
-        "Time in the engine from being scheduled first to the first token.", _PHASE_BUCKETS,
+        "Time in the engine from first being scheduled to the first token.", _PHASE_BUCKETS,
     ),
     "request_decode_time_seconds": (
         "Time in the engine from the first token to the last.", _PHASE_BUCKETS,
     ),
     "request_inference_time_seconds": (
-        "Time in the engine from being scheduled first to the last token.", _PHASE_BUCKETS,
+        "Time in the engine from first being scheduled to the last token.", _PHASE_BUCKETS,
     ),
     "request_prompt_tokens": ("Prompt tokens per sequence.", COUNT_BUCKETS),
     "request_prefill_kv_computed_tokens": (
-        "Prompt tokens per sequence that the prefix cache did not have.", COUNT_BUCKETS,
+        "Prompt tokens per sequence that were not in the prefix cache.", COUNT_BUCKETS,
     ),
     "request_num_preemptions": ("Preemptions per sequence.", _PREEMPTION_BUCKETS),
     "request_generation_tokens": ("Tokens generated per sequence.", COUNT_BUCKETS),
@@ -70,8 +70,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Tokens of the longest sequence of a prompt.", COUNT_BUCKETS,
     ),
     "request_params_max_tokens": (
-        "The parameter max_tokens of a sequence; where it was not given, what is left of the "
-        "context.",
+        "The parameter max_tokens of a sequence; if not given, the rest of the context.",
         COUNT_BUCKETS,
     ),
     "request_params_n": ("The parameter n of a prompt.", _N_BUCKETS),
@@ -151,7 +150,7 @@ class EngineSeries:
         self.pending.clear()
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """Count a prompt, of whose tokens `cached` were in the prefix cache."""
+        """Count a prompt's tokens; `cached` of them were in the prefix cache."""
         cached = min(cached, tokens)  # counters reject negative increments
         pending = self.pending
         pending["prompt_tokens", ""] += tokens
@@ -287,7 +286,7 @@ class SequenceTimer:
             self.finished(reason)
 
     def pooled(self, cached: int) -> None:
-        """Record that the sequence's vector has arrived, and its number of cached tokens."""
+        """Record the arrival of the sequence's vector, and its number of cached tokens."""
         self._cached = cached
         self._current().prompt(self._params.prompt_tokens, cached)
         self.finished("stop")

@@ -28,7 +28,7 @@ class ImageUrl(RequestBody):
 
     url: str = Field(description="A data: URL, or one that the operator allows.")
     detail: Name | None = Field(
-        None, description="Accepted and not used: the model's processor decides on sizes."
+        None, description="Accepted but not used: the model's processor chooses the size."
     )
 
 

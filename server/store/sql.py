@@ -71,7 +71,7 @@ class SqlBackend:
         Items are added to the response's conversation.
 
         Args:
-            only_known: store nothing if the record does not exist (any more).
+            only_known: store nothing if the record does not exist or was deleted.
 
         Raises:
             TooLong: the conversation would have too many items, or be too large.
@@ -287,9 +287,9 @@ class SqlBackend:
                 if size > self.max_bytes or not self._delete_oldest(tenant, kept):
                     if fits:
                         raise DiskFull(
-                            "the store's file system is full, and nothing can be deleted"
+                            "the store's file system is full, and no record can be deleted"
                         )
-                    raise StoreFull(f"more than the {self.max_bytes} bytes that may be kept")
+                    raise StoreFull(f"the store is limited to {self.max_bytes} bytes")
                 self._evicted("disk" if fits else "limit")
 
     def _delete_oldest(self, *kept: str) -> bool:

@@ -28,7 +28,7 @@ _INLINE_CHARACTERS = 4000
 _INLINE_TOKENS = 4000
 
 _BATCH_CHARACTERS = 1 << 17
-"""Characters of texts encoded at once: encoding takes about a hundred bytes for each."""
+"""Maximum characters encoded at once; each takes about a hundred bytes of memory."""
 
 NO_DEFAULTS = SamplingDefaults()
 
@@ -51,11 +51,11 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> N
     """Check that token IDs are in the model's vocabulary.
 
     Raises:
-        ApiError: one is not; `field` is the field that it names.
+        ApiError: one is not; the error names `field`.
     """
     if token_ids and max(token_ids) >= vocab_size:
         raise invalid_field(
-            field, f"token id {max(token_ids)} is out of vocabulary: {vocab_size} tokens"
+            field, f"token id {max(token_ids)} is not in the vocabulary of {vocab_size} tokens"
         )
 
 
@@ -83,7 +83,7 @@ class ServedTokenizer:
         self.placeholders = placeholders
         found = [backend.token_to_id(text) for text in placeholders.texts] if placeholders else []
         self.placeholder_ids = frozenset(each for each in found if each is not None)
-        """Tokens that only images may bring into a prompt."""
+        """Token IDs that only images can add to a prompt."""
         self.backend = backend
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -100,7 +100,7 @@ class ServedTokenizer:
         }
         self._special = frozenset(special)
         self.special_tokens = tuple(special.values())
-        """Texts of the tokens that are omitted when special tokens are skipped."""
+        """Texts of the special tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token IDs of a text; escaped placeholders are encoded as plain text."""
@@ -169,7 +169,7 @@ class ServedTokenizer:
         return self.backend.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token is omitted when special tokens are skipped."""
+        """Return whether a token is special: omitted from text with `skip_special_tokens`."""
         return token_id in self._special
 
     def token_to_id(self, text: str) -> int | None:
@@ -177,7 +177,7 @@ class ServedTokenizer:
         return self.backend.token_to_id(text)
 
     def is_special_text(self, text: str) -> bool:
-        """Return whether a text is a special token, which is omitted when those are skipped."""
+        """Return whether a text is that of a special token."""
         return self.backend.token_to_id(text) in self._special
 
     @classmethod
@@ -257,7 +257,7 @@ class ServedTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Split texts into batches with a limited total of characters; longer texts are alone."""
+    """Split texts into batches of limited size in characters; a longer text is its own batch."""
     first = size = 0
     for index, text in enumerate(texts):
         if index > first and size + len(text) > _BATCH_CHARACTERS:
@@ -275,12 +275,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object")
+        raise TokenizerError(f"{path} is not a JSON object")
     return content
 
 
 def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
-    """Add tokens that only tokenizer_config.json defines, or defines with other properties."""
+    """Add tokens of tokenizer_config.json that tokenizer.json lacks, or defines differently."""
     described = config.get("added_tokens_decoder") or {}
     try:
         for number in sorted(described, key=int):
@@ -292,7 +292,7 @@ def _add_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return name to text; files store a token as a string or as an object with `content`."""
+    """Return texts by name; files store a token as a string or as an object with `content`."""
     found = {}
     for name in _SPECIAL_TOKEN_NAMES:
         token = config.get(name)
@@ -311,7 +311,7 @@ def _template_defaults(setting: str) -> dict[str, Any]:
     if not isinstance(defaults, dict):
         raise TokenizerError(f"{flag} is not a JSON object")
     if reserved := RESERVED_ARGUMENTS.intersection(defaults):
-        raise TokenizerError(f"{flag}: {min(reserved)!r} is a field of requests")
+        raise TokenizerError(f"{flag}: {min(reserved)!r} can only be set in a request")
     return defaults
 
 

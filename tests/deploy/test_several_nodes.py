@@ -264,7 +264,7 @@ def test_an_engine_that_spans_two_nodes_outlives_a_cut_between_them(
         until(lambda: head.said("swell is ready"), "the engine is ready")
         undisturbed, before = complete(url, "Once", 40), incarnations(url, [0])
         network.cut(FAR)
-        until(lambda: far.said("nothing was heard of the engine for 2 s"), "its workers end")
+        until(lambda: far.said("no message from the engine for 2 s"), "its workers end")
         until(lambda: not ready_ranks(url), "the engine has ended, too")
         network.restore(FAR)
         until(lambda: are_replaced(url, before, [0]), "the engine is back")

@@ -213,8 +213,8 @@ class JoinedNode:
                     case Over(of, reason) if of == session:
                         return reason
             if time.monotonic() - last_message_at > patience:  # although all received data was read
-                return f"nothing was heard of the engine for {patience:.0f} s"
-        return "it was told to stop"
+                return f"no message from the engine for {patience:.0f} s"
+        return "it was stopped"
 
 
 def run(config: EngineConfig, timeout: float = NODES_TIMEOUT) -> int:

@@ -186,7 +186,7 @@ class NodeLinks:
                 now = time.monotonic()
                 for number, node in list(self._nodes.items()):
                     if now - node.last_message_at > self._timeout:
-                        self._lost(number, f"nothing was heard of it for {self._timeout:.0f} s")
+                        self._lost(number, f"no message from it for {self._timeout:.0f} s")
         except Exception:
             logger.exception("messages of the other nodes cannot be forwarded")
             self._streams.close()  # which the team sees as the death of their workers
@@ -209,7 +209,7 @@ class NodeLinks:
             if unreachable:
                 self._listen()  # for their last messages
             for number in [number for number, node in self._nodes.items() if node in unreachable]:
-                self._lost(number, "its connection has ended")
+                self._lost(number, "its connection was closed")
 
     def _listen(self) -> None:
         while (received := self._inbox.receive()) is not None:

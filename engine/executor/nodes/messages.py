@@ -2,7 +2,7 @@
 
 A node joins with its launch settings. The leader replies with the start of a session, in which the
 data of the workers' sockets is sent in pieces. A session ends with the leader, with any of the
-node's workers, or when either side is silent for too long.
+node's workers, or if one side sends nothing for too long.
 """
 
 from typing import Literal
@@ -59,7 +59,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     session: int
     patience: float = 0.0
-    """Seconds of the leader's silence after which a node gives up; unused by nodes."""
+    """Seconds without a message from the leader after which a node gives up; 0 from nodes."""
 
 
 class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):

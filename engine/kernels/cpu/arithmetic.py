@@ -44,7 +44,7 @@ def _memory(kind: Any, as_llvm: Any) -> Any:
 
 
 bfloat16s = _memory(types.uint16, I16)
-"""As their bits."""
+"""Elements are the bits of bfloat16s."""
 int32s = _memory(types.int32, I32)
 int64s = _memory(types.int64, I64)
 float32s = _memory(types.float32, ir.FloatType())

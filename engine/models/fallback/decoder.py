@@ -24,7 +24,7 @@ class TransformersModel:
     """
 
     def __init__(self, model: Any) -> None:
-        """Initialize from a model of transformers; replaces its core's `forward`."""
+        """Wrap a transformers model; replaces the `forward` of its core."""
         self.whole = model
         """The complete transformers model."""
         self.core: Any = _core(model)
@@ -51,7 +51,7 @@ class TransformersModel:
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [rows, vocab] of states [rows, hidden]; call `states` before."""
-        assert self._output_type is not None, "states come first"
+        assert self._output_type is not None, "`states` must be called first"
         self._given_states = states.unsqueeze(0)
         try:
             tokens = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
@@ -89,7 +89,7 @@ def _core(model: Any) -> nn.Module:
     finally:
         for hook in hooks:
             hook.remove()
-    raise ValueError("no submodule computes its states")
+    raise ValueError("no submodule computes its hidden states")
 
 
 class FallbackDecoder(Decoder):
@@ -138,7 +138,7 @@ class FallbackDecoder(Decoder):
         self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
     ) -> Tensor:
         """Run all layers, filling the cache; return states as `Decoder.forward` does."""
-        assert incoming is None, "all layers are here"
+        assert incoming is None, "all layers are in this process"
         self._calls.begin(step, cache, self._group_of)
         states = self._model.states(step.token_ids, step.positions)
         self._calls.end()

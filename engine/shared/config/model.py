@@ -43,13 +43,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy", "sharded_state"],
-        "auto: read the checkpoint; dummy: random weights from --seed; sharded_state: read what "
-        "`swell save-sharded-state` has cut for --tensor-parallel-size.",
+        "auto: read the checkpoint; dummy: random weights from --seed; sharded_state: read the "
+        "shards that `swell save-sharded-state` wrote for this --tensor-parallel-size.",
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "swell", "transformers"],
         "Model implementation. swell: built in; transformers: the transformers backend (install "
-        "the extra) over the paged KV cache; auto: built in where the family has one.",
+        "the extra) over the paged KV cache; auto: swell if it supports the architecture.",
     ] = "auto"
     language_model_only: Annotated[
         bool,
@@ -62,11 +62,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "and vLLM engines then load no vision encoder.",
     ] = '{"image": 32}'
     max_model_len: Annotated[
-        PositiveInt | None, "Longest sequence in tokens; default: the model's own limit."
+        PositiveInt | None, "Maximum tokens of a sequence; default: the model's own limit."
     ] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        "What the model is for; pooling: embeddings and scores; auto: pooling for encoders, "
+        "Task of the model; pooling: embeddings and scores; auto: pooling for encoders, "
         "classifiers and models with the files of sentence-transformers, else generate.",
     ] = "auto"
     pooler_config: Annotated[
@@ -116,7 +116,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         if not isinstance(limits, dict):
             raise wrong
         if unknown := limits.keys() - {"image", "video", "audio"}:
-            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is not a kind of media")
+            raise ValueError(f"limit_mm_per_prompt: {min(unknown)} is not image, video or audio")
         max_images = limits.get("image", 32)
         if type(max_images) is not int or not 0 <= max_images <= 1024:
             raise wrong
@@ -167,7 +167,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         "Directory for KV blocks that outlive all engines; private to its user; default: none.",
     ] = None
     kv_disk_tier_bytes: Annotated[
-        PositiveInt, "Limit of --kv-disk-tier-dir; the least recently used blocks are removed."
+        PositiveInt, "Maximum size of --kv-disk-tier-dir; least recently used blocks are removed."
     ] = 16 << 30
     kv_tier_policy: Annotated[
         Literal["all", "evicted"],
@@ -177,7 +177,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     kv_role: Annotated[
         Literal["prefill", "decode", "both"] | None,
         "Role of an engine in disaggregated prefill; prefill: compute long prompts and offer their "
-        "KV blocks; decode: read these and generate; both: like decode, and like prefill if an "
+        "KV blocks; decode: read them and generate; both: like decode, and like prefill if an "
         "external router requests it; default: no transfer of KV blocks, unless --prefill-engines "
         "is set.",
     ] = None

@@ -106,7 +106,7 @@ async def call_supervisor(services: Services, request: ControlRequest) -> Contro
     """
     if services.control is None:
         raise invalid(
-            "This API server has no supervisor: scale where its engines were started.",
+            "This API server did not start any engines: send the request to the node that did.",
             code="no_supervisor",
         )
     try:

@@ -55,7 +55,7 @@ class ChatFields(SamplingFields):
     """Fields common to chat completions of one and of several conversations."""
 
     max_tokens: Tokens | None = Field(
-        None, description="Default: all that fits. max_completion_tokens wins."
+        None, description="Default: the rest of the context. max_completion_tokens wins."
     )
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = False
@@ -102,7 +102,7 @@ class ChatFields(SamplingFields):
     )
     verbosity: Verbosity | None = Field(
         None,
-        description="Passed to the chat template under this name; few take notice.",
+        description="Passed to the chat template under this name; few templates use it.",
         json_schema_extra=different("passed to the chat template; few templates use it"),
     )
     thinking: ThinkingSwitch | None = Field(

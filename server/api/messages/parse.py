@@ -33,7 +33,7 @@ def parse(
 
 
 def parse_count(request: schema.CountTokensRequest) -> tuple[Conversation, Blame]:
-    """Return the conversation to count, and a function that rewrites errors in the client's terms.
+    """Return the conversation to count, and a function that maps errors to the request's fields.
 
     Raises:
         ApiError: the request is invalid or not supported; `param` names the field.
@@ -53,7 +53,7 @@ def _as_chat(
     for index, turn in enumerate(request.messages):
         chat.take(turn, f"messages[{index}]")
     if not chat.messages:
-        raise invalid_field("messages", "has only blocks of tools that another server ran")
+        raise invalid_field("messages", "has only blocks of tools that ran on another server")
     thinking, config = request.thinking, request.output_config
     body: dict[str, Any] = {
         "messages": chat.messages,
@@ -94,8 +94,8 @@ def _as_chat(
 
 def _check(request: schema.MessagesRequest | schema.CountTokensRequest) -> None:
     for name, why in (
-        ("mcp_servers", "no tools run here; call them from the client"),
-        ("container", "no tools run here"),
+        ("mcp_servers", "this server runs no tools: call them from the client"),
+        ("container", "this server runs no tools"),
     ):
         if getattr(request, name, None):
             raise invalid_field(name, why)
@@ -126,7 +126,7 @@ class _ChatMessages:
         """
         if len(self.messages) == MAX_MESSAGES:
             raise invalid_field(
-                path, f"turns, tool results and system are more than {MAX_MESSAGES} in all"
+                path, f"there are more than {MAX_MESSAGES} turns, tool results and system messages"
             )
         self.messages.append(message)
         self.paths.append(path)
@@ -352,7 +352,7 @@ _RENAMED = (
 
 
 def _renamed(chat: _ChatMessages, functions: Sequence[int], param: str) -> str:
-    """Return the request field that a field of the chat completion was made from."""
+    """Return the request field from which a field of the chat completion was made."""
     tool = re.match(r"tools\[(\d+)\]", param)
     if tool is not None:
         param = f"tools[{functions[int(tool[1])]}]{param[tool.end() :]}"

@@ -238,7 +238,7 @@ class _Conversation(RequestBody):
     tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different(
-            "functions only; other tools are ignored, or refused if tool_choice demands them"
+            "functions only; other tools are ignored, or refused if tool_choice requires them"
         ),
     )
     tool_choice: MessageToolChoice | None = None
@@ -253,15 +253,15 @@ class _Conversation(RequestBody):
     mcp_servers: Annotated[list[JsonObject], Field(max_length=limits.MAX_TOOL_CALLS)] | None = (
         Field(
             None,
-            description="Refused: no tools run here.",
+            description="Refused: this server runs no tools.",
             json_schema_extra=extra(
-                "refused", "no tools run here", [], example=[{"url": "http://localhost"}]
+                "refused", "this server runs no tools", [], example=[{"url": "http://localhost"}]
             ),
         )
     )
     context_management: JsonObject | None = Field(
         None,
-        description="Accepted and not used: conversations are used exactly as sent.",
+        description="Accepted but not used: conversations are used exactly as sent.",
         json_schema_extra=extra("ignored", "conversations are used exactly as sent"),
     )
     chat_template_kwargs: JsonObject | None = None
@@ -302,12 +302,12 @@ class MessagesRequest(_Conversation):
     )
     container: str | JsonObject | None = Field(
         None,
-        description="Refused: no tools run here.",
-        json_schema_extra=extra("refused", "no tools run here", example="container_1"),
+        description="Refused: this server runs no tools.",
+        json_schema_extra=extra("refused", "this server runs no tools", example="container_1"),
     )
     service_tier: Name | None = Field(
         None,
-        description="Accepted and not used.",
+        description="Accepted but not used.",
         json_schema_extra=extra("ignored", "there is only one tier"),
     )
 

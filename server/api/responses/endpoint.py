@@ -41,9 +41,9 @@ from server.text.detokenizer import TokenTable
 RESPONSE_RESPONSES = event_responses(items.Response, get_args(ResponseEvent))
 
 _SUMMARY_PROMPT = (
-    "Summarize the conversation so far for an assistant that goes on with it and sees nothing "
-    "else of it: the task, what was decided and done, names and numbers that matter, what is left "
-    "to do. Write the summary only."
+    "Summarize the conversation so far for an assistant that continues it and sees only this "
+    "summary: the task, decisions, completed work, important names and numbers, and open tasks. "
+    "Write only the summary."
 )
 _ANSWER_FIELDS = (
     "tools",
@@ -182,7 +182,7 @@ async def _make(
     journal: Journal | None,
     jobs: Jobs,
 ) -> None:
-    """Run a response to its end; store its final status if it did not complete."""
+    """Generate a response; store its final status if it did not complete."""
     ended = _failed(initial, "server_error", "The generation was aborted.")
     try:
         await generation.generate()
@@ -191,7 +191,9 @@ async def _make(
     except asyncio.CancelledError:
         ended = msgspec.structs.replace(initial, status="cancelled")
         if jobs.closing:
-            ended = _failed(initial, "server_error", "The server ended before the response did.")
+            ended = _failed(
+                initial, "server_error", "The server shut down before the response was complete."
+            )
     except Exception as error:
         known = client_error(error, call.request_id)
         ended = _failed(initial, known.code or known.kind, known.message)

@@ -38,13 +38,13 @@ class ContentPart(RequestBody):
 class MediaPart(RequestBody):
     """An image, for models that take images; other media are refused in messages.
 
-    In outputs of calls, media that the model cannot take are replaced by a note.
+    In outputs of calls, media that the model does not support are replaced by a note.
     """
 
     type: Literal["input_image", "input_file", "input_audio"]
     image_url: str | None = Field(None, description="A data: URL, or one that is allowed.")
     detail: Name | None = Field(
-        None, description="Accepted and not used: the model's processor decides on sizes."
+        None, description="Accepted but not used: the model's processor chooses the size."
     )
 
 
@@ -290,7 +290,7 @@ class TextOptions(RequestBody):
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = Field(
-        None, description="Passed to the chat template under this name; few take notice."
+        None, description="Passed to the chat template under this name; few templates use it."
     )
 
 
@@ -300,7 +300,7 @@ class ReasoningOptions(RequestBody):
     effort: ReasoningEffort | None = Field(
         None, description="Passed to the chat template as reasoning_effort."
     )
-    summary: Name | None = Field(None, description="Accepted and not used: nothing is summarized.")
+    summary: Name | None = Field(None, description="Accepted but not used: nothing is summarized.")
 
 
 class ResponseStreamOptions(RequestBody):
@@ -319,21 +319,21 @@ class ResponsesRequest(DrawingFields):
     """Generate output items for a list of input items."""
 
     input: str | Annotated[list[InputItem], Field(max_length=limits.MAX_MESSAGES)]
-    instructions: str | None = Field(None, description="What a system message says.")
-    max_output_tokens: Tokens | None = Field(None, description="Default: all that fits.")
+    instructions: str | None = Field(None, description="Text of a system message.")
+    max_output_tokens: Tokens | None = Field(None, description="Default: the rest of the context.")
     top_logprobs: Count | None = Field(None, json_schema_extra=TOP_LOGPROBS)
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = Field(
         None,
         json_schema_extra=different(
             "functions, namespaces, custom, local_shell and tool_search of the client; others "
-            "are ignored, or refused if tool_choice demands them"
+            "are ignored, or refused if tool_choice requires them"
         ),
     )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Count | None = Field(
         None,
-        description="Accepted and not used: it limits hosted tools.",
+        description="Accepted but not used: it limits hosted tools.",
         json_schema_extra=extra("ignored", "it limits tools that a server runs"),
     )
     text: TextOptions | None = None
@@ -341,49 +341,47 @@ class ResponsesRequest(DrawingFields):
         None, json_schema_extra=different("nothing is summarized")
     )
     include_reasoning: bool | None = Field(
-        None, description="false: what the model thinks is generated, and left out of the response."
+        None, description="false: reasoning is generated but omitted from the response."
     )
-    metadata: dict[str, str] | None = Field(None, description="Comes back in the response.")
+    metadata: dict[str, str] | None = Field(None, description="Returned in the response.")
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Name], Field(max_length=limits.MAX_PARTS)] | None = Field(
-        None, description="message.output_text.logprobs is served, the rest has nothing to add."
+        None, description="message.output_text.logprobs is served; other values add nothing."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         "disabled",
-        description="auto: earlier turns that do not fit are left out.",
+        description="auto: earlier turns that do not fit are omitted.",
         json_schema_extra=different("auto drops whole turns and keeps system messages"),
     )
     store: bool | None = Field(
         None,
-        description="Whether the response is kept. Default: if the server keeps any.",
-        json_schema_extra=different("the operator limits how many are kept, and for how long"),
+        description="Whether the response is stored. Default: true if the server has a store.",
+        json_schema_extra=different("the operator limits how many are stored, and for how long"),
     )
     previous_response_id: Name | None = Field(
-        None, description="A stored response, whose conversation this one continues."
+        None, description="A stored response whose conversation this one continues."
     )
     conversation: Name | ConversationName | None = Field(
-        None, description="A stored conversation, which this response continues and is added to."
+        None, description="A stored conversation that this response continues and is added to."
     )
     background: bool | None = Field(
-        False, description="Answer at once; the response is kept when it is complete."
+        False, description="Answer immediately; the response is stored when it is complete."
     )
     prompt: JsonObject | None = Field(
         None,
         description="Refused: there are no stored prompts.",
         json_schema_extra=extra("refused", "there are no stored prompts", example={"id": "pmpt_1"}),
     )
-    user: Name | None = Field(
-        None, description="Comes back in the response.", json_schema_extra=USER
-    )
+    user: Name | None = Field(None, description="Returned in the response.", json_schema_extra=USER)
     safety_identifier: Name | None = Field(
-        None, description="Accepted and not used.", json_schema_extra=extra("ignored", LABEL)
+        None, description="Accepted but not used.", json_schema_extra=extra("ignored", LABEL)
     )
     prompt_cache_key: Name | None = Field(
-        None, description="Accepted and not used.", json_schema_extra=extra("ignored", CACHE_HINT)
+        None, description="Accepted but not used.", json_schema_extra=extra("ignored", CACHE_HINT)
     )
     service_tier: Name | None = Field(
-        None, description="Accepted and not used.", json_schema_extra=extra("ignored", CACHE_HINT)
+        None, description="Accepted but not used.", json_schema_extra=extra("ignored", CACHE_HINT)
     )
 
     chat_template_kwargs: JsonObject | None = None
@@ -399,13 +397,13 @@ class ResponsesRequest(DrawingFields):
         **NO_MEDIA,
         **ignored(MEDIA, "image"),
         **ignored("all requests have the same access", "access_programs"),
-        **ignored("responses come as soon as they can", "background_options"),
+        **ignored("responses are generated as soon as possible", "background_options"),
         **refused(
-            "/v1/completions and /v1/chat/completions have it",
+            "use /v1/completions or /v1/chat/completions",
             "use_beam_search early_stopping", False,
         ),
         **refused(
-            "/v1/completions and /v1/chat/completions have it", "length_penalty", 1, 0
+            "use /v1/completions or /v1/chat/completions", "length_penalty", 1, 0
         ),
         **refused("not supported; use instructions", "personality"),
         **refused("input is not shortened", "context_management"),
@@ -419,7 +417,7 @@ class ResponsesRequest(DrawingFields):
         **refused("use reasoning.effort", "reasoning_effort"),
         **refused("use input", "messages"),
         **refused("use include", "logprobs", False),
-        **refused("a response is one answer", "n best_of", 1),
+        **refused("a response has one answer", "n best_of", 1),
         **refused("not served here; /v1/chat/completions has it",
                   "allowed_token_ids bad_words prompt_logprobs truncate_prompt_tokens "
                   "logprob_token_ids"),

@@ -58,14 +58,14 @@ async def retrieve(response_id: str, request: Request, services: ServicesDep) ->
     record = await _find(services, request, SqlBackend.get, response_id)
     if query.get("stream", "false") in ("false", "0"):
         if "starting_after" in query:
-            raise invalid_field("starting_after", "needs stream")
+            raise invalid_field("starting_after", "requires stream=true")
         if store.is_abandoned(record.id, record.status, record.beat):
             return _json(as_failed(record.body))
         return _json(record.body)
     if query["stream"] not in ("true", "1"):
         raise invalid_field("stream", "must be true or false")
     if not msgspec.json.decode(record.body, type=_WithBackground).background:
-        raise invalid_field("stream", "only for background responses")
+        raise invalid_field("stream", "is only for background responses")
     after = query.get("starting_after", "-1")
     if not _NUMBER.fullmatch(after):
         raise invalid_field("starting_after", "must be the number of an event")
@@ -222,7 +222,7 @@ def _owner(request: Request) -> str:
 
 
 def _store(services: Services) -> ResponseStore:
-    assert services.store is not None, "there are no such operations without it"
+    assert services.store is not None, "without a store these operations are not registered"
     return services.store
 
 

@@ -32,15 +32,14 @@ class PoolingFields(RequestBody):
     truncate_prompt_tokens: Alternatives | None = Field(
         None,
         description="Truncate longer inputs to this number of tokens; -1: to the model's limit. "
-        "Default: they are refused.",
+        "Default: longer inputs are refused.",
     )
     truncation_side: str | None = Field(
-        None, pattern="^(left|right)$", description="Which side is cut off; default: right."
+        None, pattern="^(left|right)$", description="The side to truncate; default: right."
     )
     use_activation: bool | None = Field(
         None,
-        description="False: embeddings as they are, not normalized; scores as the model has them, "
-        "without sigmoid or softmax.",
+        description="False: embeddings are not normalized, and scores have no sigmoid or softmax.",
     )
 
     undeclared: ClassVar[Rows] = {
@@ -78,7 +77,7 @@ class EmbeddingsRequest(PoolingFields):
     input: Input
     encoding_format: Literal["float", "base64"] | None = Field(
         None,
-        description="base64: float32 numbers, the lowest byte first.",
+        description="base64: little-endian float32 numbers.",
         json_schema_extra=different("float or base64, not bytes"),
     )
     dimensions: Tokens | None = Field(
@@ -87,7 +86,7 @@ class EmbeddingsRequest(PoolingFields):
     )
     prompt_name: Name | None = Field(
         None,
-        description="Which of the model's prompts stands before texts.",
+        description="Name of the model's prompt to prepend to texts.",
         json_schema_extra=different("vLLM has no prompts; as in sentence-transformers"),
     )
     add_special_tokens: bool | None = True
@@ -95,7 +94,7 @@ class EmbeddingsRequest(PoolingFields):
     undeclared: ClassVar[Rows] = {
         **NO_TURNS,
         **refused("numbers are float32", "embed_dtype", "float32", "float", example="float16"),
-        **refused("the lowest byte comes first", "endianness", "native", "little", example="big"),
+        **refused("numbers are little-endian", "endianness", "native", "little", example="big"),
         **refused("there is one type of embedding for all inputs", "input_type task_type"),
     }
 
@@ -190,11 +189,11 @@ class ScoreRequest(PoolingFields):
 
     queries: OneOrMore | None = None
     documents: OneOrMore | None = None
-    items: OneOrMore | None = Field(None, description="Another name of documents.")
-    text_1: OneOrMore | None = Field(None, description="Another name of queries.")
-    text_2: OneOrMore | None = Field(None, description="Another name of documents.")
-    data_1: OneOrMore | None = Field(None, description="Another name of queries.")
-    data_2: OneOrMore | None = Field(None, description="Another name of documents.")
+    items: OneOrMore | None = Field(None, description="Alias of documents.")
+    text_1: OneOrMore | None = Field(None, description="Alias of queries.")
+    text_2: OneOrMore | None = Field(None, description="Alias of documents.")
+    data_1: OneOrMore | None = Field(None, description="Alias of queries.")
+    data_2: OneOrMore | None = Field(None, description="Alias of documents.")
 
     undeclared: ClassVar[Rows] = refused("models that write do not score", "label_token_ids")
 
@@ -231,9 +230,9 @@ class RerankRequest(PoolingFields):
     documents: Annotated[
         list[str | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     ]
-    top_n: Count | None = Field(None, description="How many to return; default: all.")
+    top_n: Count | None = Field(None, description="Number of results to return; default: all.")
     return_documents: bool | None = Field(
-        None, description="Whether results repeat their documents; default: not at /v2/rerank."
+        None, description="Whether results include their documents; default: not at /v2/rerank."
     )
     max_tokens_per_doc: Tokens | None = Field(
         None,

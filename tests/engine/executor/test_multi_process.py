@@ -216,7 +216,7 @@ def test_a_worker_with_other_weights_is_refused(checkpoint: SaveModel, tmp_path:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x11")
     team = Team(settings(copy, 1, stages=2), 0, 1)
-    with pytest.raises(MismatchedWorkers, match=r"worker 1 on .* has parts of other weights"):
+    with pytest.raises(MismatchedWorkers, match=r"worker 1 on .* has loaded other weights"):
         InProcessExecutor(settings(directory, 1, stages=2), team=team)
     assert not any(map(psutil.pid_exists, team.pids))
 

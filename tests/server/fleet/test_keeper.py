@@ -255,7 +255,7 @@ async def test_single_only_engine_is_not_scaled_up(role: Role) -> None:
         kept, {0: role}, make, retire_within=5, start_within=PATIENCE, is_single=True
     )
     status = scaling.handle(ScaleEngines(2))
-    assert status.error == "an engine that spans nodes (--nnodes) is the only one"
+    assert status.error == "an engine that spans nodes (--nnodes) cannot be scaled"
     assert (status.busy, status.engines) == (False, {"0": role.phase})
     kept.keep(role)
     await kept.until_ready([role])

@@ -43,7 +43,7 @@ def read_float8(parts: Parts, block: tuple[int, int] | None) -> FloatWeight:
     values, scales = parts("weight"), parts("weight_scale_inv")
     scales = parts("weight_scale") if scales is None else scales
     if values is None or scales is None or values.dtype not in _FLOAT8 or values.dim() != 2:
-        raise BadQuantization("weight and weight_scale are not 8-bit floats and their scales")
+        raise BadQuantization("weight is not a matrix of 8-bit floats with a weight_scale")
     scales = scales.float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     num_outputs, num_inputs = values.shape

@@ -253,7 +253,7 @@ def test_worker_death_and_last_output_reach_leader(session: Session) -> None:
 
 def test_stopping_node_notifies_leader(session: Session) -> None:
     session.node.node.stop()
-    assert last_words(session.worker) == "node 1 is lost: it was told to stop"
+    assert last_words(session.worker) == "node 1 is lost: it was stopped"
     assert session.played.lifeline.recv(1) == b""
 
 
@@ -261,7 +261,7 @@ def test_silent_node_is_lost_and_its_workers_exit(
     monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
     monkeypatch.setattr(session.links, "_handle", lambda *_: None)  # as if nothing arrived
-    assert last_words(session.worker) == "node 1 is lost: nothing was heard of it for 2 s"
+    assert last_words(session.worker) == "node 1 is lost: no message from it for 2 s"
     assert session.played.lifeline.recv(1) == b""
 
 
@@ -466,7 +466,7 @@ def test_messages_from_unknown_nodes_are_dropped(
     )  # fmt: skip
     assert read(worker.commands, 6) == b"answer"
     peer.say(b"x" * (2 * LARGEST_MESSAGE))
-    assert last_words(worker) == "node 1 is lost: its connection has ended"
+    assert last_words(worker) == "node 1 is lost: its connection was closed"
 
 
 def test_engine_names_missing_nodes_and_gives_advice(config: EngineConfig, lead: Lead) -> None:
