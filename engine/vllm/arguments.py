@@ -30,7 +30,8 @@ _BACKEND_INDEPENDENT = frozenset({
     "default_chat_template_kwargs",
     "engine_backend", "engine_python", "engine_args", "threads", "cpu_bind", "step_timeout",
     "device", "enable_expert_parallel", "max_lora_rank", "max_cpu_loras", "lora_modules",
-    "lora_dir", "worker_extensions", "torch_profiler_dir",
+    "lora_dir", "worker_extensions", "torch_profiler_dir", "runner",
+    "pooler_config",
 })  # fmt: skip
 """Settings that apply to every engine backend, or that are validated separately."""
 

@@ -61,11 +61,14 @@ from engine.shared.messages import (
     UtilityCall,
     WeightsSource,
 )
+from engine.shared.model_files import model_directory
+from engine.shared.pooling import read_pooling
 from engine.vllm.adapters import VllmAdapters
 from engine.vllm.arguments import engine_arguments
 from engine.vllm.grammars import follow_grammar
 from engine.vllm.images import ImagePreparation
 from engine.vllm.outputs import Sequence
+from engine.vllm.pooling import pooling_arguments
 from engine.vllm.requests import (
     Continuation,
     UnsupportedParameter,
@@ -122,19 +125,14 @@ class VllmCore:
             for variable, value in _thread_settings(config).items():
                 os.environ.setdefault(variable, value)
             _compute_whole_prompts(arguments)
+        self._pooling = read_pooling(model_directory(config.model, weights=False), config.model)
+        if self._pooling is not None:
+            arguments = pooling_arguments(self._pooling) | arguments
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
-        if model.runner_type != "generate":
-            raise ValueError(
-                f"--engine-backend vllm: {config.model.model} is a pooling model, and vLLM engines "
-                "generate text only; it needs --engine-backend swell"
-            )
-        self._continuation = Continuation.RESUMED
-        if not self._config.use_v2_model_runner:
-            self._continuation = Continuation.UNCOUNTED
-            if self._config.speculative_config is None:  # drafts exclude logits processors
-                self._continuation = Continuation.COUNTED
-                model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
+        if self._pooling is None and model.runner_type != "generate":
+            raise ValueError(f"{config.model.model} is a pooling model: set --runner pooling")
+        self._continuation = self._choose_continuation()
         self._generation = model.try_get_generation_config()
         self._tokenizer = cached_tokenizer_from_config(model)
         _choose_grammar_backend(self._config.structured_outputs_config, self._tokenizer)
@@ -178,6 +176,17 @@ class VllmCore:
         self._uncomputed = 0
         """Tokens to prefill of sequences that have not produced output here."""
         self._num_steps = self._version = 0
+
+    def _choose_continuation(self) -> Continuation:
+        """Return how sequences from other engines continue; may add a logits processor."""
+        if self._config.use_v2_model_runner:
+            return Continuation.RESUMED
+        # Pooling and drafts exclude logits processors.
+        if self._pooling is not None or self._config.speculative_config is not None:
+            return Continuation.UNCOUNTED
+        model = self._config.model_config
+        model.logits_processors = [*(model.logits_processors or ()), PENALTIES]
+        return Continuation.COUNTED
 
     def _setup(self, config: EngineConfig) -> EngineSetup:
         cache, model = self._config.cache_config, self._config.model_config
@@ -310,23 +319,30 @@ class VllmCore:
     def _queue(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request in vLLM; return its final output if it cannot run."""
         max_model_len = self.setup.max_model_len
-        reason = refusal(message, max_model_len=max_model_len, vocab_size=self.vocab_size)
+        reason = refusal(
+            message,
+            max_model_len=max_model_len,
+            vocab_size=self.vocab_size,
+            pools=self._pooling is not None,
+            in_one_step=True,
+        )
         if reason is not None:
             return RequestOutput(message.id, [], "error", error=reason)
-        if len(message.output_token_ids) >= message.sampling.max_tokens or (
-            message.num_tokens >= max_model_len
+        if message.pooling is None and (
+            len(message.output_token_ids) >= message.sampling.max_tokens
+            or message.num_tokens >= max_model_len
         ):
             return RequestOutput(message.id, [], "length")
         try:
             request = core_request(
-                message, self._generation, self._eos(), self._continuation, self._loaded
+                message,
+                self._generation,
+                self._eos(),
+                self._continuation,
+                self._loaded,
+                self._pooling,
             )
-            request.sampling_params.verify(
-                self._config.model_config,
-                self._config.speculative_config,
-                self._config.structured_outputs_config,
-                self._tokenizer,
-            )
+            self._verify(request)
             if message.encoder_inputs and self._images is None:
                 raise UnsupportedParameter("messages", "this engine takes no images")
         except Exception as error:
@@ -338,6 +354,17 @@ class VllmCore:
         else:
             self._start(message, request)
         return None
+
+    def _verify(self, request: Any) -> None:
+        if request.pooling_params is not None:
+            request.pooling_params.verify(self._config.model_config)
+            return
+        request.sampling_params.verify(
+            self._config.model_config,
+            self._config.speculative_config,
+            self._config.structured_outputs_config,
+            self._tokenizer,
+        )
 
     def _start(self, message: AddRequest, request: Any) -> None:
         """Start preparing the images of a request or, without images, queue it in vLLM."""

@@ -27,13 +27,15 @@ class Sequence:
     preemptions: int = 0
 
     def convert(self, output: Any, counters: EngineCounters) -> RequestOutput | None:
-        """Convert a vLLM `EngineCoreOutput`; None if it has neither tokens nor a finish reason."""
+        """Convert a vLLM `EngineCoreOutput`; None if it has no tokens, vector or finish reason."""
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and self.planned is None:
                 self.planned = event.timestamp
             elif event.type == EngineCoreEventType.PREEMPTED:
                 self.preemptions += 1
                 counters.preemptions += 1
+        if output.pooling_output is not None:
+            return self._pooled(output, counters)
         tokens, reason = list(output.new_token_ids), output.finish_reason
         if not tokens and reason is None:
             return None
@@ -61,6 +63,20 @@ class Sequence:
             else None,
         )
         return result if reason is None else _ended(result, reason)
+
+    def _pooled(self, output: Any, counters: EngineCounters) -> RequestOutput:
+        now = self.first = time.monotonic()
+        counters.prompt_tokens += len(self.message.prompt_token_ids)
+        counters.pooled_sequences += 1
+        stats = output.prefill_stats
+        return RequestOutput(
+            self.message.id,
+            [],
+            "stop",
+            num_cached_tokens=0 if stats is None else stats.num_cached_tokens,
+            timing=self._timing(now, ends=True),
+            pooled=output.pooling_output.float().contiguous().numpy().tobytes(),
+        )
 
     def _timing(self, now: float, *, ends: bool) -> RequestTiming:
         first = now if self.first is None else self.first

@@ -23,7 +23,9 @@ from engine.shared.messages import (
     RegexGrammar,
     SamplingParams,
 )
+from engine.shared.pooling import PoolingSpec
 from engine.vllm.penalties import ARGUMENT, ResumedPenalties
+from engine.vllm.pooling import pooling_params
 
 _SEEDS = 2**63 - 1
 
@@ -50,6 +52,7 @@ def core_request(
     eos: int | None,
     continuation: Continuation,
     adapters: Mapping[str, LoRARequest],
+    pooling: PoolingSpec | None,
 ) -> Any:
     """Return the `EngineCoreRequest` of a message.
 
@@ -60,18 +63,45 @@ def core_request(
         generation: the model's generation config, which contains its end-of-sequence tokens.
         eos: the tokenizer's end-of-sequence token.
         adapters: the loaded adapters by version.
+        pooling: how the model pools; None if it generates.
 
     Raises:
         UnsupportedParameter: vLLM engines do not support a parameter.
         ValueError: vLLM rejects a parameter.
     """
-    if message.pooling is not None:
-        raise UnsupportedParameter("model", "vLLM engines do not support embeddings")
+    if (message.pooling is None) != (pooling is None):
+        raise UnsupportedParameter("model", "the model either generates text or pools")
     if message.adapter and message.adapter not in adapters:
         raise UnsupportedParameter("model", "the adapter is not loaded")
-    sampling = message.sampling
     earlier = [] if continuation is Continuation.RESUMED else message.output_token_ids
-    done = len(earlier)
+    to_pool = None
+    if message.pooling is not None and pooling is not None:
+        to_pool = pooling_params(message.pooling, pooling)
+    return EngineCoreRequest(
+        request_id=str(message.id),
+        prompt_token_ids=[*message.prompt_token_ids, *earlier],
+        mm_features=None,
+        sampling_params=None
+        if to_pool is not None
+        else _sampling_params(message, len(earlier), generation, eos, continuation),
+        pooling_params=to_pool,
+        arrival_time=time.monotonic(),
+        lora_request=adapters[message.adapter] if message.adapter else None,
+        cache_salt=message.cache_root.hex() or None,
+        data_parallel_rank=None,
+        priority=message.priority,
+    )
+
+
+def _sampling_params(
+    message: AddRequest,
+    done: int,
+    generation: dict[str, Any],
+    eos: int | None,
+    continuation: Continuation,
+) -> VllmSampling:
+    """Return vLLM's parameters; `done` output tokens are at the end of the prompt."""
+    sampling = message.sampling
     params = VllmSampling(
         max_tokens=max(1, sampling.max_tokens - done),
         min_tokens=max(0, sampling.min_tokens - done),
@@ -105,18 +135,7 @@ def core_request(
             )
         params.extra_args = {ARGUMENT: asdict(ResumedPenalties.taken_from(params, done))}
     params.update_from_generation_config(generation, eos)
-    return EngineCoreRequest(
-        request_id=str(message.id),
-        prompt_token_ids=[*message.prompt_token_ids, *earlier],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=time.monotonic(),
-        lora_request=adapters[message.adapter] if message.adapter else None,
-        cache_salt=message.cache_root.hex() or None,
-        data_parallel_rank=None,
-        priority=message.priority,
-    )
+    return params
 
 
 def resume(request: Any, token_ids: list[int]) -> None:

