@@ -116,12 +116,6 @@ class Fail(msgspec.Struct, frozen=True):
     error: NoEngineAvailable | KillsEngines
 
 
-class Refuse(msgspec.Struct, frozen=True):
-    """Reject a submitted request or call; always the only action."""
-
-    error: NoEngineAvailable
-
-
 class CallResult(msgspec.Struct, frozen=True):
     """A call is complete: results by rank, with errors for missing answers."""
 
@@ -148,4 +142,4 @@ class Woken(msgspec.Struct, frozen=True):
     seconds: float
 
 
-Action = Deliver | Send | SendIfReachable | Fail | Refuse | CallResult | Notify | Count | Woken
+Action = Deliver | Send | SendIfReachable | Fail | CallResult | Notify | Count | Woken

@@ -146,21 +146,12 @@ class Members:
         They are unreachable until their next hello. Must be called at least every second.
         """
         self._check_stall(now)
-        silent = [
-            route.engine
-            for route in self.routes.values()
-            if route.identity is not None and now - route.last_hello_at > self._grace
-        ]
-        return [
-            EngineLost(
-                lost.rank,
-                lost.incarnation,
-                was_silent=True,
-                exclusive_request=lost.exclusive_request,
-            )
-            for each in silent
-            for lost in self.mark_unreachable(*each)
-        ]
+        silent = []
+        for route in self.routes.values():
+            if route.identity is not None and now - route.last_hello_at > self._grace:
+                route.identity = None
+                silent.append(EngineLost(*route.engine, True, route.exclusive_request))
+        return silent
 
     def _check_stall(self, now: float) -> None:
         """Record that this process is running; after a stall, unread messages do not count as

@@ -34,7 +34,6 @@ from server.router.events import (
     EngineHello,
     Event,
     QueryBlocks,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
@@ -70,13 +69,17 @@ class UtilityCalls:
         return len(self._open)
 
     def begin(self, call: Call, routes: Iterable[Route]) -> list[Action]:
-        """Call one engine or all, if available."""
+        """Call one engine or all.
+
+        Raises:
+            NoEngineAvailable: there is no such engine now.
+        """
         called = [
             route for route in routes if route.is_open and call.rank in (None, route.entry.rank)
         ]
         if not called:
             which = "no engine can" if call.rank is None else f"engine {call.rank} cannot"
-            return [Refuse(NoEngineAvailable(f"{which} be called now"))]
+            raise NoEngineAvailable(f"{which} be called now")
         self._open[call.call_id] = _OpenCall(dict(route.engine for route in called))
         message = UtilityCall(call.call_id, self._front_end, call.name, call.arguments)
         return [Send(route.identity or b"", *route.engine, message) for route in called]
@@ -157,14 +160,21 @@ class Router:
     # -- event handling --------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event at `now` (seconds, monotonic) and return the actions to perform."""
+        """Handle one event at `now` (seconds, monotonic) and return the actions to perform.
+
+        Raises:
+            NoEngineAvailable: the submitted request or call is refused; nothing has changed.
+        """
         match event:
             case StepOutputs():
                 actions = self._outputs(event, now)
             case Submit(request):
                 actions = self._submit(request, now)
             case Close(request):
-                actions = self._close(request)
+                actions = []
+                if self.delivery.end(request):
+                    self.failover.forget(request)
+                    actions = self.delivery.abort([request.id], request.engine)
             case UtilityResult():
                 actions = self.calls.answered(event)
             case Call():
@@ -212,27 +222,18 @@ class Router:
         Later sequences of a client's request are never refused: they wait for an engine like
         requests that have lost theirs.
         """
-        if not request.message.group and (error := self._unavailable(request.pinned_rank)):
-            return [Refuse(error)]
+        members, pinned_rank = self.members, request.pinned_rank
+        if request.message.group:
+            pass
+        elif pinned_rank is None:
+            if not members.has_engines:
+                raise NoEngineAvailable("no engine can serve now")
+        elif pinned_rank >= members.num_ranks:
+            raise NoSuchEngine(f"there is no engine {pinned_rank}")
+        elif (route := members.routes.get(pinned_rank)) is None or not route.is_open:
+            raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
         self.delivery.begin(request)
         return self.failover.assign(request, now)
-
-    def _unavailable(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
-        """Return the error if nothing can serve a new, possibly pinned, request now."""
-        members = self.members
-        if pinned_rank is None:
-            return None if members.has_engines else NoEngineAvailable("no engine can serve now")
-        if pinned_rank >= members.num_ranks:
-            return NoSuchEngine(f"there is no engine {pinned_rank}")
-        if (route := members.routes.get(pinned_rank)) is None or not route.is_open:
-            return NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
-        return None
-
-    def _close(self, request: RoutedRequest) -> list[Action]:
-        if not self.delivery.end(request):
-            return []
-        self.failover.forget(request)
-        return self.delivery.abort([request.id], request.engine)
 
     def _outputs(self, message: StepOutputs, now: float) -> list[Action]:
         stats = message.stats

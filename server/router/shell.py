@@ -26,7 +26,6 @@ from server.router.events import (
     Event,
     Fail,
     Notify,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
@@ -158,8 +157,6 @@ class RouterShell:
                     self._send(to, message)
                 case Fail(request, error):
                     self._fail(request, error)
-                case Refuse(error):
-                    raise error
                 case CallResult(call_id, results):
                     self._on_answers.pop(call_id)(results)
                 case Notify(notice):

@@ -26,7 +26,6 @@ from server.router.events import (
     EngineHello,
     Event,
     Notify,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
@@ -108,10 +107,10 @@ def test_request_that_no_engine_can_serve_is_refused(
 ) -> None:
     router = with_engines(10)
     router.handle(EngineDead(0, 10, "boom"), 0.0)
-    [refused] = router.handle(Submit(new_request(pinned_rank=pinned_rank)), 0.0)
-    assert isinstance(refused, Refuse)
-    assert type(refused.error) is error
-    assert str(refused.error) == why
+    with pytest.raises(error) as refused:
+        router.handle(Submit(new_request(pinned_rank=pinned_rank)), 0.0)
+    assert refused.type is error
+    assert str(refused.value) == why
     assert not router.delivery.in_flight
 
 
