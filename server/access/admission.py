@@ -40,13 +40,7 @@ MAX_AGE = 10.0
 
 
 class RemoteTenants:
-    """Reports this front end's tenant usage to the coordinator, and knows that of other nodes.
-
-    Args:
-        table: counters of this front end.
-        front_end: its index.
-        incarnation: of its process.
-    """
+    """Reports this front end's tenant usage to the coordinator, and knows that of other nodes."""
 
     def __init__(self, table: AdmissionTable, front_end: int, incarnation: int) -> None:
         self._table = table

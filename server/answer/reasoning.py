@@ -106,7 +106,6 @@ class ReasoningReader:
         )
 
     def _joined(self, text: str) -> str:
-        """Return reasoning text, preceded by pending line ends unless it is empty."""
         if not text:
             return ""
         held, self._line_ends = self._line_ends, []

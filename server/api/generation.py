@@ -62,9 +62,6 @@ class Generation(Response, Generic[B]):
         """Store the arguments; work starts when the response is sent.
 
         Args:
-            call: the HTTP request.
-            services: the process's services.
-            body: the validated request body.
             parse: converts the body, given the model and its maximum length in tokens.
             renderer: creates the endpoint's renderer.
             before_end: awaited after generation, before the end is sent to the client.

@@ -38,7 +38,6 @@ class EngineScaler:
 
     Args:
         engines: the running roles, by rank; kept up to date.
-        make_role: makes the role of a rank.
         retire_within: seconds for a retiring engine to exit.
         start_within: seconds for a new engine to become ready.
         is_single: whether there cannot be a second engine.

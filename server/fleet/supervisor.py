@@ -60,7 +60,6 @@ class Supervisor:
         """Make a supervisor.
 
         Args:
-            backend: creates the engines' roles.
             node: directory of the processes' shared files, which the supervisor keeps intact.
         """
         self._backend = backend

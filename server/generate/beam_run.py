@@ -128,7 +128,6 @@ class BeamRun:
         return stream
 
     async def _next(self, stream: RequestStream) -> RequestOutput:
-        """Wait for a beam's next token."""
         try:
             while True:
                 output = await stream.next()

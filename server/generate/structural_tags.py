@@ -122,7 +122,6 @@ def lark_from_tag(tag: StructuralTag, special_tokens: Collection[str] = ()) -> s
     """Convert a structural tag to Lark syntax.
 
     Args:
-        tag: the client's tag.
         special_tokens: texts of special tokens, which match as single tokens only.
 
     Raises:

@@ -145,7 +145,6 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
 
 
 def _message(detail: Any) -> str:
-    """Return what is wrong with a value, without pydantic's phrasing."""
     form = _SENTENCES.get(detail["type"])
     if form is None:
         return str(detail["msg"])

@@ -223,7 +223,6 @@ class HttpServer(uvicorn.Server):
             self._acceptors.append(acceptor)
 
     def _take(self, connection: socket.socket, address: str) -> None:
-        """Start serving an accepted connection."""
         protocol_class = self.config.http_protocol_class
         assert issubclass(protocol_class, LimitedHttpProtocol)
         options: dict[str, Any] = {}

@@ -108,7 +108,6 @@ class FrontEndMetrics:
         """Register all metrics with the configured name prefix.
 
         Args:
-            config: the front end's.
             slot: the front end's index on its node; counts of its earlier processes, which are in
                 memory that the supervisor holds, are continued.
 

@@ -23,11 +23,7 @@ class Delivery:
     """Sends each request to its pinned engine, or to one chosen by the policy.
 
     Args:
-        front_end: number of this front end.
         first_id: start of the request numbering; ranges of front ends must not overlap.
-        members: engines of the cluster.
-        loads: load per engine.
-        policy: chooses an engine.
         index: KV blocks held by engines, if the policy uses them.
         split: chooses prompts for separate prefill engines.
     """

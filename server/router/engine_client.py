@@ -63,9 +63,6 @@ class EngineClient:
     """A front end's two sockets to all engines, around its `Router`.
 
     Args:
-        front_end: number of this front end.
-        router: makes all routing decisions.
-        metrics: metrics to update.
         notify: sends a notice to the coordinator.
         requests, outputs: bound ROUTER and PULL sockets that engines connect to; closed here.
         min_ready_engines: number of usable engines required for `ready` to become true.

@@ -146,9 +146,6 @@ class Failover:
     """Keeps every unfinished request assigned to an engine, or waiting for one.
 
     Args:
-        members: engines of the cluster.
-        loads: load per engine.
-        delivery: requests in flight.
         max_resumes: maximum engines that may die with a request before it becomes a suspect.
         resume_timeout: seconds that a request waits for an engine.
         halted_timeout: seconds that it waits while all engines are halted by operators.

@@ -19,8 +19,6 @@ class Loads:
     """Counts messages to and from engines, and detects lost ones.
 
     Args:
-        front_end: number of this front end.
-        incarnation: id of this front-end process.
         grace: seconds after which missing messages are considered lost.
         table: requests sent by neighbours; None without neighbours.
     """

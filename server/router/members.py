@@ -35,7 +35,6 @@ class Members:
     """Routes to all engines, and their changes.
 
     Args:
-        incarnation: id of this front-end process.
         grace: seconds of silence after which an engine is unreachable, or gone if a restarted
             coordinator does not list it either.
         scope: engines that this front end may use.

@@ -52,11 +52,9 @@ class RouterShell:
     """Passes events to a router and performs its actions.
 
     Args:
-        router: makes all decisions.
         send: sends a message to a peer; False if there is no such peer now.
         notify: sends a notice to the coordinator.
         on_idle: called after an event that left no request in flight.
-        metrics: metrics to update.
         clock: returns monotonic seconds.
     """
 

@@ -82,12 +82,7 @@ class _WithModel(msgspec.Struct):
 
 
 class Forwarder:
-    """Forwards requests to the servers of their models.
-
-    Args:
-        routes: the server of each model.
-        metrics: counts forwarded requests.
-    """
+    """Forwards requests to the servers of their models."""
 
     def __init__(self, routes: ModelRoutes, metrics: FrontEndMetrics) -> None:
         self._routes = routes

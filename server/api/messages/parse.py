@@ -286,7 +286,6 @@ def _text(content: str | Sequence[schema.TextBlock]) -> str:
 
 
 def _read(block: schema.ResultBlock) -> str:
-    """Return a block as plain text."""
     match block:
         case schema.TextBlock():
             return block.text

@@ -33,7 +33,6 @@ class RayBackend:
     """Places the engines of one supervisor on a Ray cluster.
 
     Args:
-        config: the settings of `swell serve`.
         directory: private directory of this node, for a generated key.
 
     Raises:

@@ -139,7 +139,6 @@ class RayCluster:
         """Request a placement group on one node.
 
         Args:
-            bundle: the resources.
             node: id of the node; None: any with enough resources, now or later.
             excluded: ids of excluded nodes.
         """
