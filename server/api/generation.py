@@ -190,9 +190,9 @@ class Generation(Response, Generic[B]):
             if renderer.streams:
                 await call.send_events(shown + renderer.finish(usage), more=False)
             elif renderer.large:
-                await call.send_json(200, await asyncio.to_thread(renderer.finish, usage))
+                await call.send_json(await asyncio.to_thread(renderer.finish, usage))
             else:
-                await call.send_json(200, renderer.finish(usage))
+                await call.send_json(renderer.finish(usage))
 
 
 def with_timeout(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:

@@ -208,7 +208,7 @@ class ApiRoute(APIRoute):
         except Exception as error:
             if call.status is not None:
                 raise
-            await call.send_error(client_error(error, call.request_id))
+            await client_error(error, call.request_id).send(call.path, call.send)
         finally:
             call.release()
         if call.status is not None:

@@ -239,12 +239,10 @@ class EngineClient:
             reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
             return AdapterOutcome(request.ticket, 503, reason)
 
-    async def order_fleet(
-        self, request: FleetRequest, within: float = UTILITY_TIMEOUT
-    ) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         missing = "the coordinator has not taken the order"
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(UTILITY_TIMEOUT):
                 with self._operator_request(request) as answer:
                     revision: int = await answer
                 while True:
@@ -257,7 +255,7 @@ class EngineClient:
                     missing = f"engine {late[0].rank} has not followed yet; the order stands"
                     await asyncio.sleep(FLEET_INTERVAL)
         except TimeoutError:
-            raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
+            raise NoEngineAvailable(f"After {UTILITY_TIMEOUT:g} s {missing}.") from None
 
     @contextlib.contextmanager
     def _operator_request(
@@ -368,7 +366,7 @@ class EngineClient:
             return
         if members.reaches_engines:
             self._reached_engines.set()
-        if members.num_usable >= self._min_ready_engines:
+        if sum(route.is_usable for route in members.routes.values()) >= self._min_ready_engines:
             self._became_ready.set()
 
     def _send(self, to: bytes, message: EngineInput) -> bool:

@@ -215,11 +215,6 @@ class Members:
         return None if hello is None else hello.identity
 
     @property
-    def num_usable(self) -> int:
-        """Number of engines that can run requests now."""
-        return sum(route.is_usable for route in self.routes.values())
-
-    @property
     def ready(self) -> bool:
         """Whether at least one engine can run requests now."""
         return any(route.is_usable for route in self.routes.values())
@@ -244,7 +239,8 @@ class Members:
         """Whether no engine is stepping, as far as known."""
         if self.view is not None and self.view.running:
             return False
-        return all(route.is_idle for route in self.routes.values())
+        stats = (route.stats for route in self.routes.values())
+        return all(each is None or each.running + each.waiting == 0 for each in stats)
 
     @property
     def max_model_len(self) -> int | None:

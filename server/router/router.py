@@ -65,9 +65,6 @@ class UtilityCalls:
         self._front_end = front_end
         self._open: dict[int, _OpenCall] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def begin(self, call: Call, routes: Iterable[Route]) -> list[Action]:
         """Call one engine or all.
 
