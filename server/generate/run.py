@@ -38,7 +38,6 @@ class Run:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Store the arguments; nothing runs before `next`."""
         self._request = request
         self._client = client
         self._table = table

@@ -32,7 +32,7 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
-from server.router.events import CallOverdue, EngineHello, Event, QueryBlocks, Tick
+from server.router.events import EngineHello, Event, Tick
 from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
@@ -215,14 +215,13 @@ class EngineClient:
             if not answers.done():
                 answers.set_result(results)
 
-        call_id = self._shell.call(rank, name, arguments, answered)
-        overdue = CallOverdue(call_id, f"within {within:g} s")
-        timer = self._loop.call_later(within, self._handle, overdue)
+        call_id, why = self._shell.call(rank, name, arguments, answered), f"within {within:g} s"
+        timer = self._loop.call_later(within, self._shell.call_overdue, call_id, why)
         try:
             return await answers
         finally:
             timer.cancel()
-            self._handle(overdue)  # a no-op unless the caller was cancelled
+            self._shell.call_overdue(call_id, why)  # a no-op unless the caller was cancelled
 
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
@@ -354,7 +353,7 @@ class EngineClient:
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _query_blocks(self) -> None:
-        self._shell.handle(QueryBlocks())
+        self._shell.query_blocks()
         self._block_query_timer = self._loop.call_later(BLOCK_QUERY_INTERVAL, self._query_blocks)
 
     def _handle(self, event: Event) -> None:

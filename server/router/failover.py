@@ -340,11 +340,6 @@ class Failover:
         self._delivery.renumber(request, now)
         self.waiting.pop(request, None)
 
-    def start_trial(self, now: float) -> list[Action]:
-        """Send the next suspect to an engine, to run alone, if a trial is due."""
-        request = self.probation.next()
-        return [] if request is None else self.reassign(request, now)
-
     def _kills_engines(self, request: RoutedRequest) -> list[Action]:
         name, why = request.message.request_id, request.suspicion.error_message()
         logger.error("request %s: %s", name, why, extra={"request_id": name})

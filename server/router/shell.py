@@ -18,9 +18,7 @@ from engine.shared.messages import (
 )
 from server.router.events import (
     Action,
-    Call,
     CallResult,
-    Close,
     Count,
     Deliver,
     Event,
@@ -29,7 +27,6 @@ from server.router.events import (
     Send,
     SendIfReachable,
     SendsFailed,
-    Submit,
     Woken,
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable
@@ -92,17 +89,14 @@ class RouterShell:
             NoEngineAvailable: no engine, or not the pinned one, is available.
         """
         stream = RequestStream(message, self._close, pinned_rank, unread)
+        actions = self.router.submit(stream.request, self._clock())
         self._streams[stream.request] = stream
-        try:
-            self.handle(Submit(stream.request))
-        except NoEngineAvailable:
-            del self._streams[stream.request]
-            raise
+        self._perform(actions)
         return stream
 
     def _close(self, stream: RequestStream) -> None:
         if self._streams.pop(stream.request, None) is not None:
-            self.handle(Close(stream.request))
+            self._perform(self.router.close(stream.request, self._clock()))
 
     def call(
         self,
@@ -113,36 +107,40 @@ class RouterShell:
     ) -> int:
         """Call a utility of one engine, or of all with rank None; return the call's id.
 
-        `on_answers` is called once, at the latest when the router handles `CallOverdue`.
+        `on_answers` is called once, at the latest with `call_overdue`.
 
         Raises:
             NoEngineAvailable: there is no such engine now.
         """
         call_id = next(self._call_ids)
+        routes = self.router.members.routes.values()
+        actions = self.router.calls.begin(call_id, rank, name, arguments, routes)
         self._on_answers[call_id] = on_answers
-        try:
-            self.handle(Call(call_id, rank, name, arguments))
-        except NoEngineAvailable:
-            del self._on_answers[call_id]
-            raise
+        self._perform(actions)
         return call_id
+
+    def call_overdue(self, call_id: int, why: str) -> None:
+        """End a call, if it has not ended yet, with errors for the missing answers."""
+        self._perform(self.router.calls.overdue(call_id, why))
 
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Have the router handle an event, and perform its actions.
+        """Have the router handle an event, and perform its actions."""
+        self._perform(self.router.handle(event, self._clock()))
 
-        Raises:
-            NoEngineAvailable: the submitted request or call was refused.
-        """
-        now = self._clock()
-        failed = self._perform(self.router.handle(event, now))
-        while failed:
-            failed = self._perform(self.router.handle(SendsFailed(failed), now))
+    def query_blocks(self) -> None:
+        """Ask engines for changes of their KV blocks."""
+        self._perform(self.router.block_queries(self._clock()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        while failed := self._unsent(actions):
+            actions = self.router.handle(SendsFailed(failed), self._clock())
         if not self.router.delivery.in_flight:
             self._on_idle()
 
-    def _perform(self, actions: list[Action]) -> list[Send]:
+    def _unsent(self, actions: list[Action]) -> list[Send]:
+        """Perform actions; return those that had no peer."""
         failed = []
         for action in actions:
             match action:
@@ -181,7 +179,7 @@ class RouterShell:
         """End all requests with an error."""
         for request in list(self._streams):
             self._fail(request, error)
-            self.handle(Close(request))
+            self._perform(self.router.close(request, self._clock()))
 
     def _fail(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> None:
         if (stream := self._streams.pop(request, None)) is not None:
