@@ -337,16 +337,12 @@ def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
 
 
 def _secret(scope: Scope) -> bytes:
-    """Return the key in a request's headers; empty if there is none.
-
-    Clients of /v1/messages send it as `x-api-key`.
-    """
     other = b""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
             return secret.strip() if scheme.lower() == b"bearer" else b""
-        if name == b"x-api-key":
+        if name == b"x-api-key":  # from clients of /v1/messages
             other = value.strip()
     return other
 

@@ -227,12 +227,6 @@ class Template:
             self._child.kill()  # it has nothing to clean up
 
     async def _fork(self, name: str) -> Child:
-        """Fork a process for a program.
-
-        Raises:
-            CannotFork: the template did not fork.
-            OSError: no descriptors are left.
-        """
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as child_ends:
             lifeline, child_end = socket.socketpair()
             on_failure.callback(lifeline.close)  # also ends a process that was forked

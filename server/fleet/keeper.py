@@ -200,11 +200,6 @@ class Keeper:
         self._report_death(role)
 
     async def _keep_running(self, role: Role) -> None:
-        """Keep a role running until cancelled.
-
-        Raises:
-            StartupFailed: its first process could not start.
-        """
         while True:
             try:
                 wait = await self._run_once(role)
@@ -220,11 +215,7 @@ class Keeper:
             await asyncio.sleep(wait)
 
     async def _run_once(self, role: Role) -> float:
-        """Run a role's process once; return the seconds until its restart.
-
-        Raises:
-            StartupFailed: its first process could not start.
-        """
+        """Run a role's process once; return the seconds until its restart."""
         started = time.monotonic()
         try:
             await self._start(role)

@@ -92,10 +92,7 @@ class Run:
         return list(enumerate(best))
 
     async def _start(self) -> None:
-        """Submit every sequence.
-
-        Yields to other requests in between, as there can be thousands of sequences.
-        """
+        """Submit every sequence, yielding in between, as there can be thousands."""
         request = self._request
         for prompt in request.prompts:
             params = PromptParams(

@@ -92,8 +92,7 @@ class RayBackend:
             )
 
     def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
-        """Return the settings with a coordinator address reachable from other nodes, and its
-        key."""
+        """Return the settings with a coordinator address for other nodes, and its key."""
         host = config.nodes.data_parallel_address or self._cluster.host
         port = first_free_ports(host, config.nodes.data_parallel_rpc_port, COORDINATOR_PORTS)
         key_file = config.cluster.cluster_key_file

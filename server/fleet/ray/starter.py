@@ -264,8 +264,7 @@ class RankHandle(RayHandle):
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
     async def _use_existing(self, group: Group) -> str:
-        """Wait until an existing placement group is placed, or placed again after a node's
-        death."""
+        """Wait until a group is placed, or placed again after a node's death."""
         self._group = group
         while True:
             node_id = await self._ranks.cluster.placed_on(group)
