@@ -6,6 +6,7 @@
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, assert_never
 
 from engine.shared.messages import (
@@ -45,32 +46,23 @@ class ClientMetrics(Protocol):
     def observe(self, name: str, seconds: float) -> None: ...
 
 
+@dataclass(eq=False)
 class RouterShell:
-    """Passes events to a router and performs its actions.
+    """Passes events to a router and performs its actions."""
 
-    Args:
-        send: sends a message to a peer; False if there is no such peer now.
-        notify: sends a notice to the coordinator.
-        on_idle: called after an event that left no request in flight.
-        clock: returns monotonic seconds.
-    """
+    router: Router
+    _: KW_ONLY
+    send: Callable[[bytes, EngineInput], bool]
+    """Sends a message to a peer; False if there is no such peer now."""
+    notify: Callable[[FrontEndNotice], None]
+    """Sends a notice to the coordinator."""
+    on_idle: Callable[[], None]
+    """Called after an event that left no request in flight."""
+    metrics: ClientMetrics
+    clock: Callable[[], float]
+    """Returns monotonic seconds."""
 
-    def __init__(
-        self,
-        router: Router,
-        *,
-        send: Callable[[bytes, EngineInput], bool],
-        notify: Callable[[FrontEndNotice], None],
-        on_idle: Callable[[], None],
-        metrics: ClientMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self.router = router
-        self._send = send
-        self._notify = notify
-        self._on_idle = on_idle
-        self._metrics = metrics
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._streams: dict[RoutedRequest, RequestStream] = {}
         self._on_answers: dict[int, Callable[[list[UtilityResult]], None]] = {}
         self._call_ids = itertools.count(1)
@@ -89,14 +81,14 @@ class RouterShell:
             NoEngineAvailable: no engine, or not the pinned one, is available.
         """
         stream = RequestStream(message, self._close, pinned_rank, unread)
-        actions = self.router.submit(stream.request, self._clock())
+        actions = self.router.submit(stream.request, self.clock())
         self._streams[stream.request] = stream
         self._perform(actions)
         return stream
 
     def _close(self, stream: RequestStream) -> None:
         if self._streams.pop(stream.request, None) is not None:
-            self._perform(self.router.close(stream.request, self._clock()))
+            self._perform(self.router.close(stream.request, self.clock()))
 
     def call(
         self,
@@ -127,17 +119,17 @@ class RouterShell:
 
     def handle(self, event: Event) -> None:
         """Have the router handle an event, and perform its actions."""
-        self._perform(self.router.handle(event, self._clock()))
+        self._perform(self.router.handle(event, self.clock()))
 
     def query_blocks(self) -> None:
         """Ask engines for changes of their KV blocks."""
-        self._perform(self.router.block_queries(self._clock()))
+        self._perform(self.router.block_queries(self.clock()))
 
     def _perform(self, actions: list[Action]) -> None:
         while failed := self._unsent(actions):
-            actions = self.router.handle(SendsFailed(failed), self._clock())
+            actions = self.router.handle(SendsFailed(failed), self.clock())
         if not self.router.delivery.in_flight:
-            self._on_idle()
+            self.on_idle()
 
     def _unsent(self, actions: list[Action]) -> list[Send]:
         """Perform actions; return those that had no peer."""
@@ -150,17 +142,17 @@ class RouterShell:
                     if not self._send_request(action):
                         failed.append(action)
                 case SendIfReachable(to, message):
-                    self._send(to, message)
+                    self.send(to, message)
                 case Fail(request, error):
                     self._fail(request, error)
                 case CallResult(call_id, results):
                     self._on_answers.pop(call_id)(results)
                 case Notify(notice):
-                    self._notify(notice)
+                    self.notify(notice)
                 case Count(name, by):
-                    self._metrics.count(name, by=by)
+                    self.metrics.count(name, by=by)
                 case Woken(seconds):
-                    self._metrics.observe("wake_latency_seconds", seconds)
+                    self.metrics.observe("wake_latency_seconds", seconds)
                 case _:
                     assert_never(action)
         return failed
@@ -179,17 +171,17 @@ class RouterShell:
         """End all requests with an error."""
         for request in list(self._streams):
             self._fail(request, error)
-            self._perform(self.router.close(request, self._clock()))
+            self._perform(self.router.close(request, self.clock()))
 
     def _fail(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> None:
         if (stream := self._streams.pop(request, None)) is not None:
             stream.fail(error)
 
     def _send_request(self, send: Send) -> bool:
-        if not self._send(send.to, send.message):
+        if not self.send(send.to, send.message):
             return False
         if isinstance(send.message, AddRequest):
-            self._metrics.count("routing_decisions", send.rank, send.reason)
+            self.metrics.count("routing_decisions", send.rank, send.reason)
             if logger.isEnabledFor(logging.DEBUG):
                 name = send.message.request_id
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}

@@ -78,8 +78,8 @@ class RayBackend:
         has_own_key = key_file != config.cluster.cluster_key_file
         self.joined = Joining(joined, leads=True, is_single_node=False, is_new=has_own_key)
         self._ranks = Ranks(
-            self._cluster,
-            packing,
+            cluster=self._cluster,
+            packing=packing,
             environment=copied_environment(config.ray.ray_env, os.environ),
             cluster_key=None if key_file is None else Path(key_file).read_bytes(),
             planned={f"engine {rank}": node.id for rank, node in enumerate(planned, len(existing))},
