@@ -171,14 +171,14 @@ class Router:
                 actions = self._engines_changed(event, now)
                 actions += self.failover.assign_waiting(now)
                 actions += self.failover.hand_over(now)
-        return self._with_trial(actions, now)
-
-    def _with_trial(self, actions: list[Action], now: float) -> list[Action]:
-        """Add the actions that send the next suspect to an engine, if a trial is due."""
-        probation = self.failover.probation
-        if probation.suspects and (suspect := probation.next()) is not None:
-            actions += self.failover.reassign(suspect, now)
+        if self.failover.probation.suspects:
+            actions += self._trial(now)
         return actions
+
+    def _trial(self, now: float) -> list[Action]:
+        """Send the next suspect to an engine, to run alone, if a trial is due."""
+        suspect = self.failover.probation.next()
+        return [] if suspect is None else self.failover.reassign(suspect, now)
 
     def _engines_changed(
         self, event: EngineHello | ClusterView | EngineDead | SendsFailed | Tick, now: float
@@ -225,7 +225,7 @@ class Router:
         elif (route := members.routes.get(pinned_rank)) is None or not route.is_open:
             raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
         self.delivery.begin(request)
-        return self._with_trial(self.failover.assign(request, now), now)
+        return self.failover.assign(request, now)
 
     def close(self, request: RoutedRequest, now: float) -> list[Action]:
         """End a request whose reader has closed it; it may have ended already."""
@@ -233,7 +233,9 @@ class Router:
         if self.delivery.end(request):
             self.failover.forget(request)
             actions = self.delivery.abort([request.id], request.engine)
-        return self._with_trial(actions, now)
+            if self.failover.probation.suspects:
+                actions += self._trial(now)
+        return actions
 
     def block_queries(self, now: float) -> list[Action]:
         """Return the queries that are due for changes of engines' KV blocks."""

@@ -126,36 +126,31 @@ class RouterShell:
         self._perform(self.router.block_queries(self.clock()))
 
     def _perform(self, actions: list[Action]) -> None:
-        while failed := self._unsent(actions):
-            actions = self.router.handle(SendsFailed(failed), self.clock())
+        while actions:
+            failed: list[Send] = []
+            for action in actions:
+                match action:
+                    case Deliver(outputs):
+                        self._deliver(outputs)
+                    case Send():
+                        self._send_request(action, failed)
+                    case SendIfReachable(to, message):
+                        self.send(to, message)
+                    case Fail(request, error):
+                        self._fail(request, error)
+                    case CallResult(call_id, results):
+                        self._on_answers.pop(call_id)(results)
+                    case Notify(notice):
+                        self.notify(notice)
+                    case Count(name, by):
+                        self.metrics.count(name, by=by)
+                    case Woken(seconds):
+                        self.metrics.observe("wake_latency_seconds", seconds)
+                    case _:
+                        assert_never(action)
+            actions = self.router.handle(SendsFailed(failed), self.clock()) if failed else []
         if not self.router.delivery.in_flight:
             self.on_idle()
-
-    def _unsent(self, actions: list[Action]) -> list[Send]:
-        """Perform actions; return those that had no peer."""
-        failed = []
-        for action in actions:
-            match action:
-                case Deliver(outputs):
-                    self._deliver(outputs)
-                case Send():
-                    if not self._send_request(action):
-                        failed.append(action)
-                case SendIfReachable(to, message):
-                    self.send(to, message)
-                case Fail(request, error):
-                    self._fail(request, error)
-                case CallResult(call_id, results):
-                    self._on_answers.pop(call_id)(results)
-                case Notify(notice):
-                    self.notify(notice)
-                case Count(name, by):
-                    self.metrics.count(name, by=by)
-                case Woken(seconds):
-                    self.metrics.observe("wake_latency_seconds", seconds)
-                case _:
-                    assert_never(action)
-        return failed
 
     def _deliver(self, outputs: list[tuple[RoutedRequest, RequestOutput]]) -> None:
         streams = self._streams
@@ -177,13 +172,12 @@ class RouterShell:
         if (stream := self._streams.pop(request, None)) is not None:
             stream.fail(error)
 
-    def _send_request(self, send: Send) -> bool:
+    def _send_request(self, send: Send, failed: list[Send]) -> None:
         if not self.send(send.to, send.message):
-            return False
-        if isinstance(send.message, AddRequest):
+            failed.append(send)
+        elif isinstance(send.message, AddRequest):
             self.metrics.count("routing_decisions", send.rank, send.reason)
             if logger.isEnabledFor(logging.DEBUG):
                 name = send.message.request_id
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}
                 logger.debug("request %s goes to engine %d", name, send.rank, extra=fields)
-        return True
