@@ -7,6 +7,7 @@ coordinator without the HTTP stack or torch.
 import importlib
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -108,9 +109,11 @@ def _engine(config: EngineConfig) -> int:
 
 def _api_server(config: ApiServerConfig) -> int:
     if config.supervisor.api_server_count == 1:
+        from engine.shared.lifeline import Lifeline
         from server import front_end
 
-        return front_end.run_standalone(config.front_end())
+        launch = front_end.FrontEndLaunch(config.front_end(), -1, secrets.randbits(48))
+        return front_end.run(launch, Lifeline(None))
     if config.cluster.coordinator is None:
         config = config.changed(cluster={"coordinator": DEFAULT_COORDINATOR})
     return _serve(config.node())

@@ -46,7 +46,6 @@ def doctor(config: DoctorConfig, describe_processor: Callable[[], str]) -> int:
     """Print the report; return 1 if a check fails.
 
     Args:
-        config: what is to be served, and where.
         describe_processor: returns which kernels this processor gets; ImportError without torch.
     """
     checks = list(examine(config.doctor, describe_processor))

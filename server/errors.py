@@ -188,25 +188,6 @@ def unavailable(message: str) -> ApiError:
     )
 
 
-def kills_engines(message: str) -> ApiError:
-    """Return a 500: the request crashed engines; clients that know the header do not retry."""
-    return ApiError(
-        500,
-        message,
-        kind="server_error",
-        code="request_kills_engines",
-        headers=(("x-should-retry", "false"),),
-    )
-
-
 def timed_out(message: str) -> ApiError:
     """Return a 408: the request exceeded the server's timeout."""
     return ApiError(408, message, code="request_timeout", headers=(("connection", "close"),))
-
-
-def internal() -> ApiError:
-    """Return a 500: an internal error, with details only in the log."""
-    return ApiError(
-        500, "The server had an error while it processed the request.",
-        kind="server_error", code="internal_error",
-    )  # fmt: skip

@@ -170,7 +170,6 @@ def parse(commands: Commands, argv: list[str]) -> dict[str, Any]:
 
 
 def _explain(commands: Commands, name: str, unknown: list[str]) -> str:
-    """Return a suggestion for arguments that the command does not have."""
     flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {unknown[0]}"
@@ -204,7 +203,6 @@ def build_parser(
     """Build the parser of the whole command.
 
     Args:
-        commands: the subcommands.
         only: the subcommand to add flags for; None for all.
         everything: whether `--help` of commands with many settings shows all of them.
     """

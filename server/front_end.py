@@ -98,7 +98,7 @@ class FrontEndLaunch(msgspec.Struct, frozen=True):
     index: int
     """Index of this front end; -1 to have the coordinator assign one."""
     incarnation: int
-    socket_dir: str
+    socket_dir: str = ""
     """Private directory for this node's local sockets; empty: a directory of this process."""
     slot: int = 0
     """Index among its node's front ends; its row in their shared tables."""
@@ -459,8 +459,3 @@ def run(launch: FrontEndLaunch, lifeline: Lifeline) -> int:
         lifeline.failed(str(error))
         return CANNOT_START
     return 0
-
-
-def run_standalone(config: FrontEndConfig) -> int:
-    """Run `swell api-server`: a front end that was not launched by another process."""
-    return run(FrontEndLaunch(config, -1, secrets.randbits(48), socket_dir=""), Lifeline(None))

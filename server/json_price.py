@@ -116,11 +116,7 @@ def price(text: bytes) -> Price:
 
 
 def _prices(text: bytes) -> Iterator[Price]:
-    """Yield the cumulative price after each part of the text.
-
-    Raises:
-        TooCostly: a limit for one request is exceeded.
-    """
+    """Yield the cumulative price after each part of the text."""
     found, level, start, inside = Price(), 0, 0, False
     while True:
         part = text[start : start + _PART_BYTES]

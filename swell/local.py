@@ -215,9 +215,7 @@ class LocalEngine:
         self._inbox.put(UtilityCall(self._next_id, _FRONT_END, name, arguments))
         return [await answer]
 
-    async def order_fleet(
-        self, request: FleetRequest, within: float = 120.0
-    ) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         raise NoEngineAvailable("There is no fleet: call the utilities of the engine.")
 
     def submit(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from server.fleet.forking import can_fork
+from server.fleet.child import has_pidfds
 from tests.support.commands import run_swell
 from tests.support.http import call, completion, fetch
 from tests.support.ports import free_port
@@ -19,7 +19,9 @@ from tests.support.waiting import PATIENCE, until
 
 pytestmark = [
     pytest.mark.stack,
-    pytest.mark.skipif(not can_fork(), reason="this system cannot give a fork to its grandparent"),
+    pytest.mark.skipif(
+        not has_pidfds(), reason="this system cannot give a fork to its grandparent"
+    ),
 ]
 
 ANEW = pytest.mark.usefixtures("started_anew")

@@ -20,6 +20,7 @@ seconds.
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from engine.shared.messages import ClusterView, TenantsInUse, TenantUse
@@ -40,13 +41,7 @@ MAX_AGE = 10.0
 
 
 class RemoteTenants:
-    """Reports this front end's tenant usage to the coordinator, and knows that of other nodes.
-
-    Args:
-        table: counters of this front end.
-        front_end: its index.
-        incarnation: of its process.
-    """
+    """Reports this front end's tenant usage to the coordinator, and knows that of other nodes."""
 
     def __init__(self, table: AdmissionTable, front_end: int, incarnation: int) -> None:
         self._table = table
@@ -195,35 +190,28 @@ class Reservation:
         self._admission.table.end(requests, tokens, self._slot)
 
 
+@dataclass(eq=False)
 class Admission:
     """Makes reservations in a node's queue."""
 
-    def __init__(
-        self,
-        table: AdmissionTable,
-        limits: OverloadConfig,
-        num_slots: Callable[[], int],
-        tenants: TenantConfig = TenantConfig(),
-        *,
-        several: Callable[[], bool] = lambda: False,
-        remote_tenants: RemoteTenants | None = None,
-        on_rejection: Callable[[RejectionReason], None] = lambda reason: None,
-    ) -> None:
-        """`num_slots` returns the number of sequences that the engines can run concurrently.
+    table: AdmissionTable
+    limits: OverloadConfig
+    num_slots: Callable[[], int]
+    """Returns the number of sequences that the engines can run concurrently."""
+    tenants: TenantConfig = field(default_factory=TenantConfig)
+    _: KW_ONLY
+    several: Callable[[], bool] = lambda: False
+    """Returns whether there are several tenants."""
+    remote_tenants: RemoteTenants | None = None
+    """Their usage on other nodes; None to ignore it."""
+    on_rejection: Callable[[RejectionReason], None] = lambda reason: None
+    """Called for every refused request."""
 
-        `several` returns whether there are several tenants. `remote_tenants` has their usage on
-        other nodes; None to ignore it. `on_rejection` is called for every refused request.
-        """
-        self.table = table
-        self._max_queue = limits.max_queue
-        self._max_tokens = limits.max_queue_tokens
-        self._tenants = tenants
-        self._several = several
-        self._remote_tenants = remote_tenants
-        self._on_rejection = on_rejection
-        bounds = limits.max_queue_tokens, tenants.max_queue_tokens_per_key
+    def __post_init__(self) -> None:
+        self._max_queue = self.limits.max_queue
+        self._max_tokens = self.limits.max_queue_tokens
+        bounds = self._max_tokens, self.tenants.max_queue_tokens_per_key
         self.counts_tokens = bounds != (None, None)
-        self._num_slots = num_slots
         self._rate = DrainRate()
         self._next_sample = 0.0
 
@@ -243,8 +231,8 @@ class Admission:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_INTERVAL
             self._rate.sample(now, table.ended())
-        if self._remote_tenants is not None:
-            self._remote_tenants.record(slot, tenant)
+        if self.remote_tenants is not None:
+            self.remote_tenants.record(slot, tenant)
         others = self._others(slot, now)
 
         def room(totals: Totals, own: Totals) -> bool:
@@ -279,22 +267,22 @@ class Admission:
     # out other tenants. Slots are only computed when needed.
 
     def _others(self, slot: int, now: float) -> Totals:
-        return NOTHING if self._remote_tenants is None else self._remote_tenants.of(slot, now)
+        return NOTHING if self.remote_tenants is None else self.remote_tenants.of(slot, now)
 
     def _limit(
         self, totals: Totals, own: Totals, others: Totals, requests: int, tokens: int
     ) -> _Limit | None:
         """Return the exceeded limit, if any; `totals` and `own` include the new request."""
-        is_only = totals.requests == requests and not self._several()
+        is_only = totals.requests == requests and not self.several()
         if totals.requests > self._max_queue and not is_only:
-            capacity = self._max_queue + self._num_slots()
+            capacity = self._max_queue + self.num_slots()
             if totals.requests > capacity:
                 return "queue", _FULL.format(self._max_queue, "requests")
-        limit = self._tenants.max_sequences_per_key
+        limit = self.tenants.max_sequences_per_key
         if limit is not None and own.requests + others.requests > limit:
             return "key", _PER_KEY.format("sequences", "max_sequences_per_key", limit)
-        if self._several() and own.requests > requests:
-            slots = self._num_slots()
+        if self.several() and own.requests > requests:
+            slots = self.num_slots()
             free = self._max_queue + slots - totals.requests
             if totals.requests > slots and own.requests > free:
                 return "share", _UNFAIR.format("sequences")
@@ -306,10 +294,10 @@ class Admission:
         what = "prompt tokens"
         if self._max_tokens is not None and totals.tokens > max(self._max_tokens, tokens):
             return "queue_tokens", _FULL.format(self._max_tokens, what)
-        key_limit = self._tenants.max_queue_tokens_per_key
+        key_limit = self.tenants.max_queue_tokens_per_key
         if key_limit is not None and own.tokens + others.tokens > max(key_limit, tokens):
             return "key_tokens", _PER_KEY.format(what, "max_queue_tokens_per_key", key_limit)
-        if self._several() and self._max_tokens is not None:
+        if self.several() and self._max_tokens is not None:
             free = self._max_tokens - totals.tokens
             if own.tokens > max(tokens, free):
                 return "share_tokens", _UNFAIR.format(what)
@@ -318,7 +306,7 @@ class Admission:
     def _overloaded(self, requests: int, tokens: int, now: float, slot: int) -> Overloaded:
         table = self.table
         totals, own = table.totals(), table.of_tenant(slot)
-        waiting = max(1, totals.requests - self._num_slots())
+        waiting = max(1, totals.requests - self.num_slots())
         # Half of the queue, so that retries neither find it full nor leave it empty.
         seconds = self._rate.seconds_for(waiting, now, table.ended()) / 2
         retry_after = min(LONGEST_RETRY_AFTER, max(1, math.ceil(seconds)))
@@ -331,7 +319,7 @@ class Admission:
         )
         # None: a request has ended in the meantime.
         name, reason = limit or ("queue", _FULL.format(self._max_queue, "requests"))
-        self._on_rejection(name)
+        self.on_rejection(name)
         return Overloaded(name, reason, retry_after)
 
 

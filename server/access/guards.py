@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -280,39 +281,33 @@ def unknown_host(hosts: KnownHosts, scope: Scope) -> ApiError | None:
     return None
 
 
+@dataclass
 class Guard:
     """Passes on requests that have an accepted host and a key for their path."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        path_access: PathAccess,
-        hosts: KnownHosts | None,
-        metrics: FrontEndMetrics,
-    ) -> None:
-        self._app = app
-        self._path_access = path_access
-        self._hosts = hosts
-        self._metrics = metrics
+    app: ASGIApp
+    path_access: PathAccess
+    hosts: KnownHosts | None
+    metrics: FrontEndMetrics
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            return self._app(scope, receive, send)
-        self._path_access.reload_if_changed(time.monotonic())
-        refusal = None if self._hosts is None else unknown_host(self._hosts, scope)
+            return self.app(scope, receive, send)
+        self.path_access.reload_if_changed(time.monotonic())
+        refusal = None if self.hosts is None else unknown_host(self.hosts, scope)
         is_known, path = refusal is None, scope["path"]
-        refusal = refusal or self._path_access.refusal(scope)
+        refusal = refusal or self.path_access.refusal(scope)
         if refusal is None:
-            if keys := self._path_access.api:  # read by the application and its threads
+            if keys := self.path_access.api:  # read by the application and its threads
                 tenant = scope[SCOPE_KEY] = keys.owner(_secret(scope)) or EVERYBODY
                 tenant_id.set(tenant.id)
-            return self._app(scope, receive, send)
+            return self.app(scope, receive, send)
         label = "/*"  # clients must not be able to create metric series
         if is_known and path.startswith((API_PREFIX, ADMIN_PREFIX)):
             label = f"/{path.split('/')[1]}/*"
         elif is_known and (path in _DOCS or path in (_STATUS, _METRICS)):
             label = path
-        self._metrics.count("http_requests", label, refusal.status)
+        self.metrics.count("http_requests", label, refusal.status)
         return refusal.send(path, send)
 
 
@@ -337,16 +332,12 @@ def _carries(scope: Scope, keys: Iterable[Keys]) -> bool:
 
 
 def _secret(scope: Scope) -> bytes:
-    """Return the key in a request's headers; empty if there is none.
-
-    Clients of /v1/messages send it as `x-api-key`.
-    """
     other = b""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")
             return secret.strip() if scheme.lower() == b"bearer" else b""
-        if name == b"x-api-key":
+        if name == b"x-api-key":  # from clients of /v1/messages
             other = value.strip()
     return other
 

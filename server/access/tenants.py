@@ -12,7 +12,7 @@ import msgspec
 from engine.shared.messages import ROOT_SIZE
 from server.access.admission_table import TENANT_SLOTS
 from server.config import FrontEndConfig
-from server.errors import ApiError
+from server.errors import ApiError, invalid_field
 
 SCOPE_KEY = "swell.tenant"
 """Key in the ASGI scope under which the guard stores the tenant."""
@@ -81,13 +81,11 @@ class Tenancy:
         """
         limit, sequences = self._max_sequences, prompts * copies
         if limit is not None and sequences > limit:
-            param = "n" if prompts == 1 else "prompt"
-            raise ApiError(
-                400,
-                f"{param}: {sequences} sequences (prompts times choices), but an API key may have "
-                f"{limit} at once (max_sequences_per_key)",
-                param=param,
-                code="too_many_sequences",
+            raise invalid_field(
+                "n" if prompts == 1 else "prompt",
+                f"{sequences} sequences (prompts times choices), but an API key may have {limit} "
+                "at once (max_sequences_per_key)",
+                "too_many_sequences",
             )
 
     def check(self, priority: int | None, *, pins_rank: bool) -> None:
@@ -97,11 +95,10 @@ class Tenancy:
             ApiError: 400 or 403.
         """
         if priority and not self._priority:
-            raise ApiError(
-                400,
-                "priority: this server does not accept priorities from clients; send 0 or omit it",
-                param="priority",
-                code="priority_not_allowed",
+            raise invalid_field(
+                "priority",
+                "this server does not accept priorities from clients; send 0 or omit it",
+                "priority_not_allowed",
             )
         if pins_rank and not self._pinning:
             raise ApiError(

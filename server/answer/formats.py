@@ -48,10 +48,8 @@ def answer_formats(
     """Choose the formats according to the settings.
 
     Args:
-        config: the settings.
         template: source of the model's chat template.
         shows_tools: whether the template renders tools.
-        preset: known properties of the model.
 
     Raises:
         BadFormats: settings contradict each other.

@@ -173,10 +173,7 @@ class NamedCall(CallBody):
         return rest
 
     def _arguments_start(self, text: str) -> int | None:
-        """Return the offset of the arguments or where they would start, None if not certain yet.
-
-        0 if there is no callable name.
-        """
+        """Return the offset of the arguments, None if not certain yet, 0 without callable name."""
         style = self._style
         position = _behind(text, 0, style.before)
         word = None if position is None else _WORD.match(text, position)

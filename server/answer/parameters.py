@@ -110,8 +110,6 @@ class Parameters:
         """Return the JSON text of another parameter, including the separator before it.
 
         Args:
-            key: the parameter's name.
-            text: its value as written by the model.
             is_text: whether the model marked the value as a string.
         """
         separator = ", " if self._count else ""
@@ -207,7 +205,6 @@ def _converted(text: str, types: frozenset[str]) -> Any:
 
 
 def _decoded(text: str) -> Any:
-    """Return the JSON value of a text, None if it is not valid JSON."""
     try:
         value = json.loads(text)
         json_text(value)

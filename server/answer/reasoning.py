@@ -59,14 +59,7 @@ class ReasoningReader:
     def __init__(
         self, tags: ReasoningTags, *, inside: bool, call_starts: Sequence[str] = ()
     ) -> None:
-        """Create a reader of one answer.
-
-        Args:
-            tags: the model's reasoning tags.
-            inside: whether the answer starts inside the reasoning.
-            call_starts: start markers of tool calls; an answer that starts with one has no
-                reasoning.
-        """
+        """Read one answer, which has no reasoning if it starts with one of `call_starts`."""
         self._tags = tags
         self._call_starts = call_starts
         self._inside = inside
@@ -106,7 +99,6 @@ class ReasoningReader:
         )
 
     def _joined(self, text: str) -> str:
-        """Return reasoning text, preceded by pending line ends unless it is empty."""
         if not text:
             return ""
         held, self._line_ends = self._line_ends, []

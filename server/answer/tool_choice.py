@@ -37,7 +37,6 @@ class CallsGrammar:
     Every schema is a separate root, so that references within it keep their meaning.
 
     Args:
-        functions: the functions that can be called.
         format: the model's call format; it must have a syntax.
         parallel: whether several calls are allowed.
         is_special: returns whether a text is a special token of the tokenizer.

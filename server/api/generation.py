@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +44,7 @@ B = TypeVar("B", bound=DrawingFields | MessagesRequest)
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Generation(Response, Generic[B]):
     """A response that is generated while it is sent; each send contains all new output.
 
@@ -50,31 +52,15 @@ class Generation(Response, Generic[B]):
     Headers are sent with the first delta, or earlier (`Call.keep_alive`).
     """
 
-    def __init__(
-        self,
-        call: Call,
-        services: Services,
-        body: B,
-        parse: Callable[[B, ServedModel, int], GenerationRequest],
-        renderer: Callable[[B, GenerationRequest, TokenTable], Renderer],
-        before_end: BeforeEnd | None = None,
-    ) -> None:
-        """Store the arguments; work starts when the response is sent.
-
-        Args:
-            call: the HTTP request.
-            services: the process's services.
-            body: the validated request body.
-            parse: converts the body, given the model and its maximum length in tokens.
-            renderer: creates the endpoint's renderer.
-            before_end: awaited after generation, before the end is sent to the client.
-        """
-        self._call = call
-        self._services = services
-        self._body = body
-        self._parse = parse
-        self._make_renderer = renderer
-        self._before_end = before_end
+    call: Call
+    services: Services
+    request_body: B
+    parse: Callable[[B, ServedModel, int], GenerationRequest]
+    """Converts the body, given the model and its maximum length in tokens."""
+    renderer: Callable[[B, GenerationRequest, TokenTable], Renderer]
+    """Creates the endpoint's renderer."""
+    before_end: BeforeEnd | None = None
+    """Awaited after generation, before the end is sent to the client."""
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         return self.generate()
@@ -88,7 +74,7 @@ class Generation(Response, Generic[B]):
             Overloaded: the queue is full.
             GenerationFailed, NoEngineAvailable: before an answer started.
         """
-        call, services = self._call, self._services
+        call, services = self.call, self.services
         request = await self._admitted()
         engines = services.client, services.table, services.metrics
         run = (
@@ -103,7 +89,7 @@ class Generation(Response, Generic[B]):
                 request.transfer_params = lambda: transfer_params(
                     request, offers.kv_offers.get(run.engine)
                 )
-        renderer = self._make_renderer(self._body, request, services.table)
+        renderer = self.renderer(self.request_body, request, services.table)
         with call:
             if renderer.streams:
                 call.keep_alive(services.config.http.sse_keep_alive)
@@ -129,7 +115,7 @@ class Generation(Response, Generic[B]):
 
     async def _admitted(self) -> GenerationRequest:
         """Return the completed request, with a queue place that the call holds."""
-        call, services, body = self._call, self._services, self._body
+        call, services, body = self.call, self.services, self.request_body
         call.request_id = body.request_id or call.request_id
         model, adapter = services.requested_model(body.model)
         if adapter:
@@ -137,7 +123,7 @@ class Generation(Response, Generic[B]):
             call.on_release.append(partial(services.client.adapters.release, adapter))
         if services.model.pooling is not None:
             raise unsuitable(services.names[0], "generates no text", services.model.pooling)
-        request = self._parse(body, services.model, services.client.max_model_len)
+        request = self.parse(body, services.model, services.client.max_model_len)
         try:
             request.cache_root = admit(
                 call,
@@ -176,7 +162,7 @@ class Generation(Response, Generic[B]):
 
     async def _show(self, run: Run | BeamRun, renderer: Renderer) -> None:
         """Send the output: a stream incrementally, a whole answer at the end."""
-        call = self._call
+        call = self.call
         while not run.finished:
             deltas = await run.next()
             if len(deltas) == 1:
@@ -188,14 +174,14 @@ class Generation(Response, Generic[B]):
                     await call.send_events(shown, more=True)
                 continue
             usage = run.usage()
-            if self._before_end is not None:
-                await self._before_end(usage)
+            if self.before_end is not None:
+                await self.before_end(usage)
             if renderer.streams:
                 await call.send_events(shown + renderer.finish(usage), more=False)
             elif renderer.large:
-                await call.send_json(200, await asyncio.to_thread(renderer.finish, usage))
+                await call.send_json(await asyncio.to_thread(renderer.finish, usage))
             else:
-                await call.send_json(200, renderer.finish(usage))
+                await call.send_json(renderer.finish(usage))
 
 
 def with_timeout(call: Call, services: Services, running: Awaitable[T]) -> Awaitable[T]:

@@ -180,7 +180,6 @@ async def engine_metrics(rank: int, services: ServicesDep) -> Response:
 
 
 def _models(services: Services) -> dict[str, Model]:
-    """Return the entries for the model, adapters and other servers' models, by name."""
     found = {name: _model(services, name) for name in services.names}
     for name, path in services.client.adapters.served.items():
         found.setdefault(name, _model(services, name, path))
@@ -190,7 +189,6 @@ def _models(services: Services) -> dict[str, Model]:
 
 
 def _model(services: Services, name: str, path: str | None = None) -> Model:
-    """Return the entry for the model, or for an adapter at `path`."""
     return Model(
         id=name,
         created=services.created,

@@ -154,7 +154,6 @@ class ChunkStream:
         self._suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
     def _chunk(self, choice: ShownChoice) -> bytes:
-        """Return the frame of a chunk with one choice."""
         if self._counts is not None:
             return self._with_more(choice, {"usage": self._usage(self._counts, choice.index)})
         return self._prefix + _encode(choice) + self._suffix
@@ -204,9 +203,7 @@ def prompt_scores(
     """Return one entry per prompt token, already encoded as JSON.
 
     Args:
-        token_ids: the prompt.
         scores: of every token except the first.
-        table: maps token IDs to names.
     """
 
     def entries() -> Iterator[dict[str, PromptLogprob] | None]:

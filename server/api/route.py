@@ -76,9 +76,6 @@ async def _read_large(model: type[Body], given: dict[str, msgspec.Raw]) -> Body:
 
     Pydantic converts all of its input in one call, which blocks the event loop. So it gets neither
     unknown fields nor long lists of token IDs, which are parsed in parts.
-
-    Raises:
-        pydantic.ValidationError: the body does not match `model`.
     """
     ids: dict[str, list[int] | list[list[int]]] = {}
     parts: list[bytes | msgspec.Raw] = []  # joined once: a field may have megabytes
@@ -208,7 +205,7 @@ class ApiRoute(APIRoute):
         except Exception as error:
             if call.status is not None:
                 raise
-            await call.send_error(client_error(error, call.request_id))
+            await client_error(error, call.request_id).send(call.path, call.send)
         finally:
             call.release()
         if call.status is not None:

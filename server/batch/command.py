@@ -86,7 +86,6 @@ async def send_all(
 
 
 async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: int) -> BatchResult:
-    """Send one request, with retries up to the limit."""
     name, body = new_id(), bytes(request.body)
     for attempt in range(max_retries + 1):
         last, retry_after = attempt == max_retries, None
@@ -115,7 +114,6 @@ async def _send(client: httpx.AsyncClient, request: BatchRequest, max_retries: i
 
 
 def _wait(attempt: int, retry_after: str | None) -> float:
-    """Return the seconds until the next attempt, with jitter."""
     if retry_after is not None and retry_after.isdecimal():
         return min(float(retry_after), _LONGEST_WAIT) * random.uniform(1.0, 1.25)
     return min(_FIRST_WAIT * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
@@ -197,7 +195,6 @@ def _unanswered(lines: Iterator[bytes], answered: Collection[str]) -> Iterator[B
 
 
 def _attempts(lines: Iterator[bytes]) -> Iterator[Attempt]:
-    """Parse the lines to requests with unique IDs, or errors."""
     seen: set[str] = set()
     for line in lines:
         if not line.strip():

@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 import msgspec
@@ -247,11 +246,6 @@ class OutputFile:
         os.close(self._file)
         self._file = self._locked()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._file)
         os.close(self._file)

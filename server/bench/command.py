@@ -198,7 +198,6 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def _client_line(progress: Progress) -> str:
-    """Return a line with the client's own CPU usage."""
     costs = progress.costs
     cpu = sum(cost.cpu_seconds for cost in costs)
     deltas = sum(cost.deltas for cost in costs)
@@ -263,7 +262,6 @@ def _result(
 
 
 def _save_plot(path: Path, records: Sequence[Record], title: str) -> None:
-    """Plot latencies and throughput of the successful requests to a PNG file."""
     from matplotlib.figure import Figure
 
     good = [record for record in records if record.error is None]

@@ -122,8 +122,6 @@ class HttpClient:
 
     Args:
         url: base address, `http://` or `https://`; its path is prepended to those of requests.
-        headers: sent with every request.
-        keep_alive: whether to reuse connections.
 
     Raises:
         ValueError: `url` is not an HTTP address.

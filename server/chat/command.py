@@ -49,10 +49,6 @@ class Conversation:
         elif self.messages:
             self.messages.pop()
 
-    def clear(self) -> None:
-        """Remove all messages; the system prompt stays."""
-        self.messages.clear()
-
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
@@ -135,14 +131,15 @@ def chat(config: ChatConfig) -> int:
         with ExitStack() as stack:
             url = settings.url.rstrip("/")
             if config.model.model != ModelConfig().model:
+                arguments, timeout = serve_arguments(config), config.supervisor.startup_timeout
                 with notes.status("starting a server"):
-                    url = stack.enter_context(_local_server(config)).url
+                    url = stack.enter_context(LocalServer(arguments, timeout, settings.port)).url
                 if not settings.quick:
                     notes.print(f"serving at {url} as well; its status page is there")
             headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-            timeout = httpx.Timeout(settings.request_timeout, connect=10.0)
+            limits = httpx.Timeout(settings.request_timeout, connect=10.0)
             client = stack.enter_context(
-                httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+                httpx.Client(base_url=url, headers=headers, timeout=limits, trust_env=False)
             )
             session = _Session(client, settings, notes)
             return session.quick(settings.quick) if settings.quick else session.converse()
@@ -151,10 +148,6 @@ def chat(config: ChatConfig) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _local_server(config: ChatConfig) -> LocalServer:
-    return LocalServer(serve_arguments(config), config.supervisor.startup_timeout, config.chat.port)
 
 
 class _Session:
@@ -192,19 +185,16 @@ class _Session:
             if line.startswith("/"):
                 self._command(line)
             elif line:
-                self._add_turn(line)
-
-    def _add_turn(self, line: str) -> None:
-        self._conversation.add_user(line)
-        try:
-            self._answer()
-        except ServerRefused as error:
-            self._notes.print(f"[red]no answer:[/red] {error}", markup=True)
+                self._conversation.add_user(line)
+                try:
+                    self._answer()
+                except ServerRefused as error:
+                    self._notes.print(f"[red]no answer:[/red] {error}", markup=True)
 
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "/clear":
-            self._conversation.clear()
+            self._conversation.messages.clear()
         elif word == "/system":
             self._conversation = Conversation(rest.strip() or None)
         elif word == "/help":

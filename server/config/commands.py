@@ -31,7 +31,6 @@ _CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "b
 
 
 def _part(config: Section, kind: type[C]) -> C:
-    """Return the sections of `config` that make up a config of another type."""
     return kind(**{name: getattr(config, name) for name in kind.__struct_fields__})
 
 

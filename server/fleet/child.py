@@ -303,16 +303,20 @@ class Child:
         return self._process.returncode is None
 
 
+def has_pidfds() -> bool:
+    """Return whether this is Linux with pidfds, and so with subreapers."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # another system, or an old kernel
+        return False
+    return True
+
+
 def watch_children_without_threads() -> None:
     """Make this process's event loops watch children through pidfds.
 
     Python 3.12 and later do so by default. Earlier versions start a thread per child, and wait
     forever if there is no memory for it.
     """
-    if sys.version_info >= (3, 12):
-        return
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:  # an old kernel
-        return
-    asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
+    if sys.version_info < (3, 12) and has_pidfds():
+        asyncio.set_child_watcher(asyncio.PidfdChildWatcher())

@@ -13,9 +13,7 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +22,7 @@ from engine.shared.logs import relay_line
 from engine.shared.messages import ChildReady, ChildStatus
 from engine.shared.template import FORK, MAX_ANSWER_BYTES, ForkReply, TemplateLaunch
 from server.config import ServeConfig
-from server.fleet.child import Child, ForkedProcess, Program
+from server.fleet.child import Child, ForkedProcess, Program, has_pidfds
 from server.fleet.keeper import Role
 from server.fleet.node_resources import visible_devices
 
@@ -41,17 +39,12 @@ _SET_CHILD_SUBREAPER = 36
 # -- what to fork --------------------------------------------------------------------------------
 
 
-class ForkableKinds(NamedTuple):
-    """The kinds of process that this node forks at its start."""
-
-    engines: bool
-    front_ends: bool
-
-
 def forkable_kinds(
     config: ServeConfig, engines: Sequence[EngineConfig], *, can_fork: bool, devices: int
-) -> ForkableKinds:
-    """Return which processes to fork; a template for a single process would gain nothing.
+) -> tuple[bool, bool]:
+    """Return whether to fork the engines, and the front ends, of this node at its start.
+
+    A template for a single process would gain nothing.
 
     Args:
         engines: settings of each engine of this node.
@@ -59,13 +52,13 @@ def forkable_kinds(
         devices: number of CUDA devices visible to engines.
     """
     if config.supervisor.start_method == "exec" or not can_fork:
-        return ForkableKinds(engines=False, front_ends=False)
-    return ForkableKinds(
-        engines=config.ray.data_parallel_backend == "mp"
+        return False, False
+    forks_engines = (
+        config.ray.data_parallel_backend == "mp"
         and len(engines) > 1
-        and all(_can_be_forked(each, devices) for each in engines),
-        front_ends=config.supervisor.api_server_count > 1,
+        and all(_can_be_forked(each, devices) for each in engines)
     )
+    return forks_engines, config.supervisor.api_server_count > 1
 
 
 def _can_be_forked(config: EngineConfig, devices: int) -> bool:
@@ -74,29 +67,15 @@ def _can_be_forked(config: EngineConfig, devices: int) -> bool:
     Accelerator drivers do not survive a fork, an engine with workers starts them itself, and LLVM's
     OpenMP runtime keeps the CPU affinity from the time it was loaded.
     """
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not devices)
-    executor = config.executor
-    has_model = executor.executor == "model" and executor.engine_backend == "swell"
-    is_bound = bool(executor.bound_to)
-    uses_this_interpreter = executor.engine_python is None
+    device, executor = config.model.device, config.executor
     return (
-        on_cpu
-        and has_model
-        and uses_this_interpreter
-        and not is_bound
+        (device == "cpu" or (device == "auto" and not devices))
+        and executor.executor == "model"
+        and executor.engine_backend == "swell"
+        and executor.engine_python is None
+        and not executor.bound_to
         and config.parallel.processes == 1
     )
-
-
-def can_fork() -> bool:
-    """Return whether this system supports subreapers and pidfds."""
-    if sys.platform != "linux":
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:  # an old kernel
-        return False
-    return True
 
 
 async def start_templates(
@@ -107,11 +86,11 @@ async def start_templates(
     kinds = forkable_kinds(
         config,
         [launch.config for launch in launches],
-        can_fork=can_fork(),
+        can_fork=has_pidfds(),
         devices=visible_devices(os.environ),
     )
     started = []
-    for enabled, roles in ((kinds.engines, engines), (kinds.front_ends, front_ends)):
+    for enabled, roles in zip(kinds, (engines, front_ends), strict=True):
         if not enabled:
             continue
         first, template = roles[0], Template(len(roles))
@@ -248,12 +227,6 @@ class Template:
             self._child.kill()  # it has nothing to clean up
 
     async def _fork(self, name: str) -> Child:
-        """Fork a process for a program.
-
-        Raises:
-            CannotFork: the template did not fork.
-            OSError: no descriptors are left.
-        """
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as child_ends:
             lifeline, child_end = socket.socketpair()
             on_failure.callback(lifeline.close)  # also ends a process that was forked

@@ -123,27 +123,19 @@ class StartupFailed(Exception):
     """A process of this node cannot start; the message is user-facing."""
 
 
+@dataclass(eq=False)
 class Keeper:
     """Keeps roles running through crashes and hangs."""
 
-    def __init__(
-        self,
-        console: Console,
-        log_format: Literal["text", "json"],
-        report_death: Callable[[Role], None],
-        prepare: Callable[[], object] = lambda: None,
-        hang_timeout: float = math.inf,
-    ) -> None:
-        """Make a keeper that calls `prepare` before each process start.
+    console: Console
+    log_format: Literal["text", "json"]
+    report_death: Callable[[Role], None]
+    prepare: Callable[[], object] = lambda: None
+    """Called before each process start; its OSError counts as a failure to create the process."""
+    hang_timeout: float = math.inf
+    """Seconds without progress of its main loop after which a local process is replaced."""
 
-        A local process whose main loop does not progress for `hang_timeout` seconds is replaced. An
-        OSError of `prepare` counts as a failure to create the process.
-        """
-        self._prepare = prepare
-        self._hang_timeout = hang_timeout
-        self._console = console
-        self._log_format = log_format
-        self._report_death = report_death
+    def __post_init__(self) -> None:
         self._started_at = time.monotonic()
 
     @property
@@ -197,14 +189,9 @@ class Keeper:
                 logger.warning("%s did not end within %.0f s: killed", role.name, within)
                 role.handle.kill()
             await ending
-        self._report_death(role)
+        self.report_death(role)
 
     async def _keep_running(self, role: Role) -> None:
-        """Keep a role running until cancelled.
-
-        Raises:
-            StartupFailed: its first process could not start.
-        """
         while True:
             try:
                 wait = await self._run_once(role)
@@ -220,11 +207,7 @@ class Keeper:
             await asyncio.sleep(wait)
 
     async def _run_once(self, role: Role) -> float:
-        """Run a role's process once; return the seconds until its restart.
-
-        Raises:
-            StartupFailed: its first process could not start.
-        """
+        """Run a role's process once; return the seconds until its restart."""
         started = time.monotonic()
         try:
             await self._start(role)
@@ -246,7 +229,7 @@ class Keeper:
         finally:
             watching.cancel()
         role.replaced["hung" if role.hangs else "died"] += 1
-        self._report_death(role)
+        self.report_death(role)
         wait = role.restarts.wait_after(
             time.monotonic() - started,
             was_ready=role.ready.is_set(),
@@ -274,7 +257,7 @@ class Keeper:
             if now - checked_at > 2 * CHILD_HEARTBEAT_INTERVAL or handle.is_stopped:
                 role.last_heartbeat_at = now
             silence = now - role.last_heartbeat_at
-            if silence > self._hang_timeout:
+            if silence > self.hang_timeout:
                 role.hangs = True
                 logger.error(
                     "%s hangs: its main loop has made no progress for %.0f s (--hang-timeout); it "
@@ -284,10 +267,10 @@ class Keeper:
                 return
 
     def _print_restart(self, message: str, wait: float) -> None:
-        self._console.print(f"{message}; retrying in {wait:.1f} s", highlight=False, soft_wrap=True)
+        self.console.print(f"{message}; retrying in {wait:.1f} s", highlight=False, soft_wrap=True)
 
     async def _start(self, role: Role) -> None:
-        self._prepare()
+        self.prepare()
         role.incarnation = secrets.randbits(48)
         role.failure = None
         role.last_heartbeat_at = None
@@ -303,7 +286,7 @@ class Keeper:
                 case ChildReady(detail):
                     role.phase, role.waits_for = "ready", ""
                     role.ready.set()
-                    self._console.print(
+                    self.console.print(
                         f"[green]{role.name}[/] ready after {self.elapsed:.1f} s: {detail}",
                         highlight=False,
                         soft_wrap=True,
@@ -321,7 +304,7 @@ class Keeper:
             environment=role.environment,
             inherit=role.inherit,
             on_status=on_status,
-            on_line=functools.partial(relay_line, role.name, self._log_format),
+            on_line=functools.partial(relay_line, role.name, self.log_format),
         )
         role.handle = await role.start(program)
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from types import TracebackType
 from typing import Any, Self
 
 from engine.shared.config import Section
@@ -83,7 +82,7 @@ class LocalServer:
             if not self.url:
                 raise ServerFailed("the server did not start:\n" + "\n".join(self._lines))
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self
 
@@ -96,17 +95,9 @@ class LocalServer:
                 self._ready.set()
         self._ready.set()
 
-    def _stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         stop_process(self._process, _STOP_TIMEOUT)
         self._reader.join(_STOP_TIMEOUT)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()

@@ -62,15 +62,11 @@ class NodeScaling:
         Args:
             own: the engines of this node.
         """
-        report = self._report(own)
+        report = self.report(own)
         if report == self._reported and now < self._due:
             return None
         self._reported, self._due = report, now + self._interval
         return report
-
-    def leave(self, own: ControlStatus) -> NodeReport:
-        """Return the last report of a node that leaves."""
-        return self._report(own, leaving=True)
 
     def receive(self, order: NodeOrder) -> Assignment | None:
         """Process an order; return the assignment if it is new."""
@@ -111,7 +107,8 @@ class NodeScaling:
         self._error = None
         self._due = float("-inf")
 
-    def _report(self, own: ControlStatus, *, leaving: bool = False) -> NodeReport:
+    def report(self, own: ControlStatus, *, leaving: bool = False) -> NodeReport:
+        """Return a report; a node that leaves sends its last one."""
         return NodeReport(
             incarnation=self._incarnation,
             engines=self._own(own),
@@ -214,5 +211,5 @@ class NodeLink:
 
     def close(self) -> None:
         """Report that the node leaves, and close the socket."""
-        self._orders.send(encode(self._scaling.leave(self._scaler.status)))
+        self._orders.send(encode(self._scaling.report(self._scaler.status, leaving=True)))
         self._orders.close(linger_ms=200)

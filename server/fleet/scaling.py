@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from engine.shared.messages import (
@@ -33,34 +34,24 @@ REPLACEMENT_DIVISOR = 16
 """One engine in 16, and at least one, is replaced at a time, so that the others keep serving."""
 
 
+@dataclass(eq=False)
 class EngineScaler:
-    """Adds or removes a node's engines to match the requested number, and replaces them on demand.
+    """Adds or removes engines of a node to match the requested number; replaces them on demand."""
 
-    Args:
-        engines: the running roles, by rank; kept up to date.
-        make_role: makes the role of a rank.
-        retire_within: seconds for a retiring engine to exit.
-        start_within: seconds for a new engine to become ready.
-        is_single: whether there cannot be a second engine.
-    """
+    keeper: Keeper
+    engines: dict[int, Role]
+    """The running roles, by rank; kept up to date."""
+    make_role: Callable[[int], Role]
+    _: KW_ONLY
+    retire_within: float
+    """Seconds for a retiring engine to exit."""
+    start_within: float
+    """Seconds for a new engine to become ready."""
+    is_single: bool = False
+    """Whether there cannot be a second engine."""
 
-    def __init__(
-        self,
-        keeper: Keeper,
-        engines: dict[int, Role],
-        make_role: Callable[[int], Role],
-        *,
-        retire_within: float,
-        start_within: float,
-        is_single: bool = False,
-    ) -> None:
-        self.engines = engines
-        self._keeper = keeper
-        self._make_role = make_role
-        self._retire_within = retire_within
-        self._start_within = start_within
-        self._is_single = is_single
-        self._target = len(engines)
+    def __post_init__(self) -> None:
+        self._target = len(self.engines)
         self._restart_requested = False
         self._target_changed = asyncio.Event()
         self._newer_target = asyncio.Event()
@@ -73,7 +64,7 @@ class EngineScaler:
         match request:
             case ScaleEngines(size) if not 1 <= size <= MAX_ENGINES:
                 return self._status(f"there can be 1 to {MAX_ENGINES} engines, not {size}")
-            case ScaleEngines(size) if self._is_single and size > 1:
+            case ScaleEngines(size) if self.is_single and size > 1:
                 return self._status("an engine that spans nodes (--nnodes) cannot be scaled")
             case ScaleEngines(size):
                 self._target = size
@@ -140,7 +131,7 @@ class EngineScaler:
 
     async def _replace_all(self) -> None:
         ranks = sorted(self.engines)
-        spare = ranks[-1] + 1 if len(ranks) == 1 and not self._is_single else None
+        spare = ranks[-1] + 1 if len(ranks) == 1 and not self.is_single else None
         if spare is not None:
             await self._add(spare)  # serves while the only engine is replaced
         # The first alone: if its successor cannot start, the others keep running.
@@ -156,16 +147,16 @@ class EngineScaler:
         await self._add(rank, proven=True)
 
     async def _add(self, rank: int, *, proven: bool = False, resizing: bool = False) -> None:
-        role = self._make_role(rank)
+        role = self.make_role(rank)
         role.restarts = Restarts(proven=proven)
         self.engines[rank] = role
-        self._keeper.keep(role)
+        self.keeper.keep(role)
         try:
-            async with asyncio.timeout(self._start_within):
+            async with asyncio.timeout(self.start_within):
                 if resizing:
                     await self._ready_or_surplus(rank, role)
                 else:
-                    await self._keeper.until_ready([role])
+                    await self.keeper.until_ready([role])
         except StartupFailed:
             await self._retire(rank)
             raise
@@ -184,12 +175,12 @@ class EngineScaler:
         while rank < self._target and not role.ready.is_set():
             newer = asyncio.create_task(self._newer_target.wait())
             try:
-                await self._keeper.until_ready([role], newer)
+                await self.keeper.until_ready([role], newer)
             finally:
                 newer.cancel()
 
     async def _retire(self, rank: int) -> None:
-        await self._keeper.retire(self.engines[rank], self._retire_within)
+        await self.keeper.retire(self.engines[rank], self.retire_within)
         del self.engines[rank]
 
 
@@ -199,29 +190,22 @@ async def _all_of(changes: Iterable[Coroutine[Any, Any, None]]) -> None:
             raise result
 
 
+@dataclass(eq=False)
 class NodeApiServers:
-    """Keeps an API server on each node that has engines.
+    """Keeps an API server on each node that has engines."""
 
-    Args:
-        engines: the engines' roles, by rank; read only.
-        make_role: makes the role on a node, None if the node needs no API server.
-        drain_within: seconds for an API server to exit.
-    """
+    keeper: Keeper
+    engines: Mapping[int, Role]
+    """The engines' roles, by rank; read only."""
+    make_role: Callable[[str], Role | None]
+    """Makes the role on a node; None if the node needs no API server."""
+    _: KW_ONLY
+    drain_within: float
+    """Seconds for an API server to exit."""
 
-    def __init__(
-        self,
-        keeper: Keeper,
-        engines: Mapping[int, Role],
-        make_role: Callable[[str], Role | None],
-        *,
-        drain_within: float,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.roles: dict[str, Role] = {}
         """By node name."""
-        self._keeper = keeper
-        self._engines = engines
-        self._make_role = make_role
-        self._drain_within = drain_within
         self._last_engine_at: dict[str, float] = {}
         """When each node was last seen with engines."""
         self._retry_at: dict[str, float] = {}
@@ -234,7 +218,7 @@ class NodeApiServers:
             StartupFailed: a server could not start.
         """
         self.update(time.monotonic())
-        await self._keeper.until_ready(list(self.roles.values()), *others)
+        await self.keeper.until_ready(list(self.roles.values()), *others)
 
     async def run(self) -> None:
         """Follow the engines until cancelled."""
@@ -244,14 +228,14 @@ class NodeApiServers:
 
     def update(self, now: float) -> None:
         """Start API servers on nodes that gained engines, and stop those on nodes without."""
-        handles = [role.handle for role in self._engines.values() if role.handle is not None]
+        handles = [role.handle for role in self.engines.values() if role.handle is not None]
         for node in {handle.node for handle in handles} - {""}:
             self._last_engine_at[node] = now
             if node not in self.roles and now >= self._retry_at.get(node, now):
-                role = self._make_role(node)
+                role = self.make_role(node)
                 if role is not None:
                     self.roles[node] = role
-                    self._keeper.keep(role)
+                    self.keeper.keep(role)
         for node, server in list(self.roles.items()):
             if node in self._leaving:
                 continue
@@ -268,6 +252,6 @@ class NodeApiServers:
 
     async def _remove(self, node: str, role: Role) -> None:
         try:
-            await self._keeper.retire(role, self._drain_within)
+            await self.keeper.retire(role, self.drain_within)
         finally:
             del self.roles[node], self._leaving[node]

@@ -52,17 +52,14 @@ MAINTENANCE_INTERVAL = 1.0
 
 
 class Supervisor:
-    """Starts a coordinator, engines and front ends, and keeps each of them running."""
+    """Starts a coordinator, engines and front ends, and keeps each of them running.
+
+    `node` has the processes' shared files, which are kept intact.
+    """
 
     def __init__(
         self, backend: "ProcessBackend | RayBackend", console: Console, node: NodeDirectory
     ) -> None:
-        """Make a supervisor.
-
-        Args:
-            backend: creates the engines' roles.
-            node: directory of the processes' shared files, which the supervisor keeps intact.
-        """
         self._backend = backend
         self._console = console
         self._node = node
@@ -216,8 +213,7 @@ class Supervisor:
                     self._print(f"{role.name}: {escape(role.phase)}")
 
     def _report_death(self, role: Role) -> None:
-        """Report a death to the coordinator, which would otherwise detect it by missing
-        heartbeats."""
+        """Report a death to the coordinator, which would otherwise wait for heartbeats."""
         if role.member is None:
             return
         for socket_file in self._node.path.glob(f"{role.incarnation:x}-*"):
@@ -342,11 +338,7 @@ class Supervisor:
         await self._end(self._coordinator, 0.0)
 
     async def _end(self, roles: Sequence[Role], drain_timeout: float) -> None:
-        """Terminate these roles' processes; kill those that have not exited in time.
-
-        Args:
-            drain_timeout: seconds for finishing their work; a second signal ends the wait.
-        """
+        """Terminate processes; kill those that have not exited in time or at a second signal."""
         children = [role.handle for role in roles if role.handle is not None]
         if not children:
             return
@@ -411,13 +403,6 @@ def run(config: ServeConfig) -> int:
 
 
 def _backend_for(config: ServeConfig, directory: Path) -> "ProcessBackend | RayBackend":
-    """Return the configured backend; the one that needs Ray is imported on demand.
-
-    Raises:
-        CannotServe: the backend cannot serve here.
-        BadNode: settings contradict each other, or one is missing.
-        OSError: a name cannot be resolved.
-    """
     check_span(config)
     if config.ray.data_parallel_backend == "mp":
         if config.ray.api_server_placement != "head":

@@ -30,7 +30,6 @@ class BeamRun:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Store the arguments; nothing runs before `next`."""
         self._request = request
         self._beams = beams
         self._client = client
@@ -50,7 +49,7 @@ class BeamRun:
         """Whether all searches have ended."""
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """Run the searches; return all best answers at once, each with its index.
+        """Run the searches; return all of the best answers, each with its index.
 
         Raises:
             GenerationFailed: an engine failed on a beam.
@@ -128,7 +127,6 @@ class BeamRun:
         return stream
 
     async def _next(self, stream: RequestStream) -> RequestOutput:
-        """Wait for a beam's next token."""
         try:
             while True:
                 output = await stream.next()

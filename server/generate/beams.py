@@ -80,7 +80,6 @@ def check_candidates(beams: Beams, searches: int, named_ends: int, other_ends: i
     """Limit the number of candidate tokens of all searches of a request at each step.
 
     Args:
-        beams: the search parameters.
         searches: number of searches, one per prompt.
         named_ends: number of stop tokens that the request specifies.
         other_ends: number of the model's stop tokens.
@@ -127,7 +126,6 @@ class BeamSearch:
     """The search for the best continuations of one prompt.
 
     Args:
-        beams: the search parameters.
         max_tokens: maximum length of a continuation.
         ends: stop tokens.
         shown: number of alternatives to each token that are kept.

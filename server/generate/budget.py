@@ -90,7 +90,6 @@ def check_named_tokens(fields: SamplingFields, sequences: int, of_bad_words: int
     """Limit the number of token IDs that the sampling fields specify.
 
     Args:
-        fields: of the request.
         sequences: number of sequences that each store all of them.
         of_bad_words: number of token IDs of the bad words, if known.
 

@@ -335,7 +335,6 @@ def _content(
 
 
 def _reason(part: MediaPart, hide: Callable[[Any], Any]) -> str:
-    """Return why a part is not shown to the model."""
     if hide is _unchanged:
         return "this model reads text"
     if part.url is not None:

@@ -53,7 +53,6 @@ class GrammarCheck:
         """Check that engines can enforce a grammar; return it in the engines' form.
 
         Args:
-            grammar: the grammar.
             param: the field that it came from.
             tenant: ID of its tenant; checks are scheduled fairly between tenants.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from engine.shared.addresses import join_host_port, split_host_port
 from engine.shared.messages import KvSource
-from server.errors import ApiError, invalid_field
+from server.errors import invalid_field
 from server.generate.request import GenerationRequest
 from server.router.generation_client import KvOffer
 from server.schema.kv_transfer import KvTransferParams, RemoteKvBlocks
@@ -33,12 +33,10 @@ def hand_over(request: GenerationRequest, offers: Mapping[int, KvOffer], *, allo
     if params is None:
         return
     if not allowed:
-        raise ApiError(
-            400,
-            f"{FIELD}: this server does not transfer KV blocks to other servers "
-            "(--allow-kv-transfer-params)",
-            param=FIELD,
-            code="kv_transfer_not_allowed",
+        raise invalid_field(
+            FIELD,
+            "this server does not transfer KV blocks to other servers (--allow-kv-transfer-params)",
+            "kv_transfer_not_allowed",
         )
     if params.do_remote_decode and params.do_remote_prefill:
         raise invalid_field(FIELD, "do_remote_decode and do_remote_prefill are alternatives")

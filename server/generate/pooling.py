@@ -44,7 +44,6 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def _frames(backend: Tokenizer) -> tuple[Frame, Frame]:
-    """Return the frames of a single text and of a pair; empty if the probes are inconclusive."""
     first, second = (backend.encode(text, add_special_tokens=False).ids for text in _PROBES)
     alone = backend.encode(_PROBES[0])
     at = _find(alone.ids, first, 0)

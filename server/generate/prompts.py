@@ -90,7 +90,6 @@ async def shortened(
     A turn starts with a user message. System messages at the beginning are kept.
 
     Args:
-        source: the conversation.
         read: makes the prompt of a conversation.
         room: maximum tokens of the prompt.
 

@@ -38,7 +38,6 @@ class Run:
         table: TokenTable,
         metrics: FrontEndMetrics,
     ) -> None:
-        """Store the arguments; nothing runs before `next`."""
         self._request = request
         self._client = client
         self._table = table
@@ -93,10 +92,7 @@ class Run:
         return list(enumerate(best))
 
     async def _start(self) -> None:
-        """Submit every sequence.
-
-        Yields to other requests in between, as there can be thousands of sequences.
-        """
+        """Submit every sequence, yielding in between, as there can be thousands."""
         request = self._request
         for prompt in request.prompts:
             params = PromptParams(

@@ -122,7 +122,6 @@ def lark_from_tag(tag: StructuralTag, special_tokens: Collection[str] = ()) -> s
     """Convert a structural tag to Lark syntax.
 
     Args:
-        tag: the client's tag.
         special_tokens: texts of special tokens, which match as single tokens only.
 
     Raises:
@@ -202,7 +201,11 @@ class _Writer:
             case GrammarFormat():
                 return self._rule(f"%lark {{\n{lark_from_ebnf(format.grammar)}\n}}")
             case TagsWithSeparator():
-                return self._separated(format)
+                tags = [self._tag(tag, self._literal(tag.begin), None) for tag in format.tags]
+                many = tag = self._rule(self._one_of(tags))
+                if not format.stop_after_first:
+                    many = f"{tag} ({self._literal(format.separator)} {tag})*"
+                return f"({many})" if format.at_least_one else f"({many})?"
 
     def _text(self, format: AnyText | RegexFormat, end: _End) -> str:
         """Return the expression of text up to its end, which it cannot contain."""
@@ -278,14 +281,6 @@ class _Writer:
             return once if format.at_least_one else self._one_of([once, rest])
         many = f"{begun}* {rest}"
         return f"{self._one_of(first)} {many}" if format.at_least_one else many
-
-    def _separated(self, format: TagsWithSeparator) -> str:
-        tags = [self._tag(tag, self._literal(tag.begin), None) for tag in format.tags]
-        tag = self._rule(self._one_of(tags))
-        many = tag
-        if not format.stop_after_first:
-            many = f"{tag} ({self._literal(format.separator)} {tag})*"
-        return f"({many})" if format.at_least_one else f"({many})?"
 
     def _ending(self, end: _End) -> str:
         return self._one_of([self._literal(each) for each in end]) if end else ""

@@ -263,13 +263,9 @@ class Call(Request):
         """Send part of the response body."""
         await self._answer({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def send_json(
-        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()
-    ) -> None:
-        """Send a complete response."""
-        length = (b"content-length", str(len(body)).encode())
-        extra = [(name.encode(), value.encode()) for name, value in headers]
-        await self.start(status, [_JSON, length, *extra])
+    async def send_json(self, body: bytes) -> None:
+        """Send a complete success."""
+        await self.start(200, [_JSON, (b"content-length", str(len(body)).encode())])
         await self.write(body, more=False)
 
     async def send_json_parts(self, parts: Iterable[bytes]) -> None:
@@ -285,13 +281,9 @@ class Call(Request):
             piece.clear()
             await asyncio.sleep(0)
         if self.status is None:
-            await self.send_json(200, bytes(piece))
+            await self.send_json(bytes(piece))
         else:
             await self.write(bytes(piece), more=False)
-
-    async def send_error(self, error: ApiError) -> None:
-        """Send an error response."""
-        await self.send_json(error.status, error.body(self.path), tuple(error.headers))
 
     # -- while it is entered ---------------------------------------------------------------------
 

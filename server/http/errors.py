@@ -15,14 +15,7 @@ from starlette.exceptions import HTTPException
 
 from engine.shared.fair_threads import QueueFull
 from server.access.admission import Overloaded
-from server.errors import (
-    ApiError,
-    internal,
-    invalid,
-    kills_engines,
-    rate_limited,
-    unavailable,
-)
+from server.errors import ApiError, invalid, rate_limited, unavailable
 from server.generate.fold import NoRoomInEngine, RequestRefused
 from server.router.generation_client import KillsEngines, NoEngineAvailable, NoSuchEngine
 from server.router.token_stream import ReaderTooSlow
@@ -45,7 +38,14 @@ def client_error(error: Exception, request_id: str) -> ApiError:
         case RequestRefused():
             known = invalid(str(error), error.param)
         case KillsEngines():
-            known = kills_engines(str(error))
+            stop = (("x-should-retry", "false"),)  # clients that know it do not retry
+            known = ApiError(
+                500,
+                str(error),
+                kind="server_error",
+                code="request_kills_engines",
+                headers=stop,
+            )
         case Overloaded():
             kind = "tokens" if "tokens" in error.what else "requests"
             known = rate_limited(str(error), kind=kind, retry_after=error.retry_after)
@@ -67,7 +67,8 @@ def client_error(error: Exception, request_id: str) -> ApiError:
             logger.error(
                 "request %s failed", request_id, exc_info=error, extra={"request_id": request_id}
             )
-            known = internal()
+            text = "The server had an error while it processed the request."
+            known = ApiError(500, text, kind="server_error", code="internal_error")
     return known
 
 
@@ -145,7 +146,6 @@ def _first_error(details: Sequence[Any], data: _Value | None) -> ApiError:
 
 
 def _message(detail: Any) -> str:
-    """Return what is wrong with a value, without pydantic's phrasing."""
     form = _SENTENCES.get(detail["type"])
     if form is None:
         return str(detail["msg"])

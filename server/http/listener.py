@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -32,8 +33,6 @@ _END_SECONDS = 1.0
 
 _MAX_FREE = 64
 """Maximum connections accepted without yielding after no neighbour took one."""
-
-Take = Callable[[socket.socket, str], None]
 
 
 class ConnectionShare:
@@ -99,47 +98,46 @@ class AcceptBackoff:
         self._free, self._next = 0, 1
 
 
+@dataclass(eq=False)
 class Acceptor:
-    """Accepts connections of a listening socket one at a time, so that other tasks can run.
+    """Accepts connections of a listening socket one at a time, so that other tasks can run."""
 
-    Args:
-        listener: closed after `end`.
-        take: called with each connection and its address; must not block.
-        share: of the node's connections; None: never yield.
-    """
+    listener: socket.socket
+    """Closed after `end`."""
+    take: Callable[[socket.socket, str], None]
+    """Called with each connection and its address; must not block."""
+    share: ConnectionShare | None
+    """Of the node's connections; None: never yield."""
 
-    def __init__(self, listener: socket.socket, take: Take, share: ConnectionShare | None) -> None:
-        self._listener = listener
-        self._take = take
-        self._share = share
+    def __post_init__(self) -> None:
         self._backoff = AcceptBackoff()
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
 
     def begin(self, backlog: int) -> None:
         """Start accepting."""
-        self._listener.setblocking(False)
-        self._listener.listen(backlog)
-        if self._share is not None:
-            self._share.changed(0)
+        self.listener.setblocking(False)
+        self.listener.listen(backlog)
+        if self.share is not None:
+            self.share.changed(0)
         self._watch()
 
     def end(self) -> None:
         """Stop accepting."""
-        self._loop.remove_reader(self._listener.fileno())
+        self._loop.remove_reader(self.listener.fileno())
         if self._pause is not None:
             self._pause.cancel()
 
     def _watch(self) -> None:
         self._pause = None
-        self._loop.add_reader(self._listener.fileno(), self._arrived)
+        self._loop.add_reader(self.listener.fileno(), self._arrived)
 
     def _resume(self, seconds: float, then: Callable[[], None]) -> None:
-        self._loop.remove_reader(self._listener.fileno())
+        self._loop.remove_reader(self.listener.fileno())
         self._pause = self._loop.call_later(seconds, then)
 
     def _arrived(self) -> None:
-        if self._backoff.should_yield(self._share is not None and self._share.is_large):
+        if self._backoff.should_yield(self.share is not None and self.share.is_large):
             self._resume(YIELD_SECONDS, self._waited)
         else:
             self._accept()
@@ -153,7 +151,7 @@ class Acceptor:
 
     def _accept(self) -> bool:
         try:
-            connection, peer = self._listener.accept()
+            connection, peer = self.listener.accept()
         except BlockingIOError:
             return False
         except OSError as error:
@@ -161,7 +159,7 @@ class Acceptor:
             self._resume(_PAUSE, self._watch)
             return True
         connection.setblocking(False)
-        self._take(connection, peer[0] if isinstance(peer, tuple) else "")
+        self.take(connection, peer[0] if isinstance(peer, tuple) else "")
         return True
 
 
@@ -223,7 +221,6 @@ class HttpServer(uvicorn.Server):
             self._acceptors.append(acceptor)
 
     def _take(self, connection: socket.socket, address: str) -> None:
-        """Start serving an accepted connection."""
         protocol_class = self.config.http_protocol_class
         assert issubclass(protocol_class, LimitedHttpProtocol)
         options: dict[str, Any] = {}

@@ -89,7 +89,8 @@ class ImageFile:
                 image.load()
                 self.width, self.height = image.size
                 self._check_size(self._max_pixels)
-                _turn(image)
+                with suppress(Exception):  # corrupt metadata: stays as it is
+                    ImageOps.exif_transpose(image, in_place=True)
                 upright = image if image.mode == "RGB" else image.convert("RGB")
         except BadImage:
             raise
@@ -107,12 +108,6 @@ def _orientation(exif: bytes | None) -> int:
         return int(found.get(ExifTags.Base.Orientation, 1))
     except Exception:
         return 1
-
-
-def _turn(image: Image.Image) -> None:
-    """Apply the EXIF orientation; do nothing if the metadata are corrupt."""
-    with suppress(Exception):
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def encoder_inputs(

@@ -141,13 +141,10 @@ class Hosts:
                 raise ValueError
         except ValueError as error:
             raise BadImage("the URL is not valid") from error
-        if not any(_matches(host, domain) for domain in self._domains):
-            raise BadImage("the host of the URL is not in --allowed-media-domains")
-        return host, port
-
-
-def _matches(host: str, domain: str) -> bool:
-    return host.endswith(domain[1:]) if domain.startswith("*.") else host == domain
+        for domain in self._domains:
+            if host.endswith(domain[1:]) if domain.startswith("*.") else host == domain:
+                return host, port
+        raise BadImage("the host of the URL is not in --allowed-media-domains")
 
 
 class _Addresses(httpcore.AsyncNetworkBackend):

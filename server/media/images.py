@@ -92,10 +92,7 @@ class Images:
     """Prepares images for the served model.
 
     Args:
-        processor: the model's image processor.
         token_id: id of the image placeholder token.
-        config: limits and allowed sources.
-        metrics: receives counts, refusals and preparation times.
         max_images: maximum images per request.
     """
 
@@ -154,7 +151,6 @@ class Images:
         """Return the images decoded and ready for the engines.
 
         Args:
-            sources: the images.
             image_bytes: accounts for their bytes; those of encoded files are released on return.
             max_model_len: images with this many tokens or more are refused before decoding.
             copies: number of sequences that each carry the images to an engine.

@@ -238,7 +238,6 @@ class Pixtral:
         self.name = f"pixtral {self._longest} {self._factor} {self._resample}"
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tokens."""
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (
             max(0, math.floor(side / ratio) - 1) // self._factor + 1 for side in (height, width)
@@ -327,7 +326,6 @@ class InternVL:
         self.name = f"internvl {self._side} {min_tiles} {max_tiles} {self._resample}"
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles."""
         best, least = (1, 1), math.inf
         for rows, columns in self._grids:
             difference = abs(width / height - columns / rows)

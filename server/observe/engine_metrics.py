@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 
 import msgspec
@@ -93,40 +94,30 @@ _CACHE_CONFIG: dict[str, Callable[[EngineSetup], object]] = {
 """vLLM's labels; values are text as in vLLM."""
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """Metrics of some or all engines, and optionally of the cluster, from a cluster view.
 
     A sample is a number followed by the values of all labels but the first, the model's name.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        model_name: str,
-        view: ClusterView | None,
-        view_age: float | None,
-        stats_age: dict[int, float],
-        ranks: frozenset[int] | None,
-        *,
-        shows_cluster: bool,
-    ) -> None:
-        """Show the engines of `ranks`, None for all.
-
-        Ages are seconds since the arrival of the view, and of each engine's stats by rank.
-        """
-        self._prefix = prefix
-        self._model_name = model_name
-        self._view = view
-        self._view_age = view_age
-        self._stats_age = stats_age
-        self._ranks = ranks
-        self._shows_cluster = shows_cluster
+    prefix: str
+    model_name: str
+    view: ClusterView | None
+    view_age: float | None
+    """Seconds since its arrival."""
+    stats_age: dict[int, float]
+    """Seconds since the arrival of each engine's stats, by rank."""
+    ranks: frozenset[int] | None
+    """The engines shown; None: all."""
+    _: KW_ONLY
+    shows_cluster: bool
 
     def collect(self) -> Iterator[Metric]:
-        view = self._view
+        view = self.view
         if view is None:
             return
-        ranks = self._ranks
+        ranks = self.ranks
         chosen = [each for each in view.engines if ranks is None or each.rank in ranks]
         yield from self._reported(
             [(str(each.rank), each.stats) for each in chosen if each.stats is not None]
@@ -145,7 +136,7 @@ class EngineCollector(Collector):
         text = "1 while the engines run, 0 while paused."
         yield self._gauge("engines_running", text, [(view.running,)])
         yield from self._processes(view)
-        if self._shows_cluster:
+        if self.shows_cluster:
             yield from self._cluster(view)
 
     def _reported(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
@@ -191,7 +182,7 @@ class EngineCollector(Collector):
 
     def _step_tokens(self, engines: list[tuple[str, EngineStats]]) -> Metric:
         family = HistogramMetricFamily(
-            self._prefix + "iteration_tokens_total",
+            self.prefix + "iteration_tokens_total",
             "Tokens per step of the engine: computed prompt tokens and sampled tokens.",
             labels=("model_name", "engine"),
         )
@@ -199,19 +190,19 @@ class EngineCollector(Collector):
             counts = list(accumulate(stats.counters.step_tokens_buckets))
             if counts:
                 buckets = list(zip(_STEP_TOKENS_LABELS, map(float, counts), strict=True))
-                labels = (self._model_name, rank)
+                labels = (self.model_name, rank)
                 family.add_metric(labels, buckets, stats.counters.step_tokens)
         return family
 
     def _processes(self, view: ClusterView) -> Iterator[Metric]:
         chosen = view.processes
-        if self._ranks is not None:
-            names = {f"engine {rank}" for rank in self._ranks}
+        if self.ranks is not None:
+            names = {f"engine {rank}" for rank in self.ranks}
             chosen = [
                 each
                 for each in chosen
                 if each.name in names
-                or (self._shows_cluster and not each.name.startswith("engine "))
+                or (self.shows_cluster and not each.name.startswith("engine "))
             ]
         labels = ("process", "host")
         text = "1; the labels are the version of Swell and the protocol of a process."
@@ -234,9 +225,9 @@ class EngineCollector(Collector):
             ("coordinator_max_fds", "The coordinator's descriptor limit.", view.descriptors[1]),
         ):
             yield self._gauge(name, text, [(number,)])
-        if self._view_age is not None:
+        if self.view_age is not None:
             text = "Seconds since the last message of the coordinator; it sends at least every 3 s."
-            yield self._gauge("coordinator_silence_seconds", text, [(self._view_age,)])
+            yield self._gauge("coordinator_silence_seconds", text, [(self.view_age,)])
         missing = [(each.age, str(each.rank), each.reason) for each in view.missing]
         text = "Seconds for which an engine has been missing, by reason."
         yield self._gauge("engine_missing_seconds", text, missing, "engine", "reason")
@@ -280,22 +271,22 @@ class EngineCollector(Collector):
         yield self._counter(
             "engine_restarts", "Starts of a rank after its first.", restarts, "engine"
         )
-        age = self._stats_age
+        age = self.stats_age
         ages = [(age[each.rank], str(each.rank)) for each in chosen if each.rank in age]
         text = "Seconds since the newest stats of the engine arrived."
         yield self._gauge("stats_age_seconds", text, ages, "engine")
 
     def _gauge(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
         names = ("model_name", *labels)
-        return self._filled(GaugeMetricFamily(self._prefix + name, text, labels=names), samples)
+        return self._filled(GaugeMetricFamily(self.prefix + name, text, labels=names), samples)
 
     def _counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
         names = ("model_name", *labels)
-        return self._filled(CounterMetricFamily(self._prefix + name, text, labels=names), samples)
+        return self._filled(CounterMetricFamily(self.prefix + name, text, labels=names), samples)
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
         for number, *values in samples:
-            family.add_metric((self._model_name, *values), float(number))
+            family.add_metric((self.model_name, *values), float(number))
         return family
 
 

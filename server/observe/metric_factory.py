@@ -17,10 +17,13 @@ M = TypeVar("M", Counter, Histogram)
 class Labelled(Generic[M]):
     """A metric whose first label is the model's name; caches its children."""
 
-    def __init__(self, metric: M, model_name: str) -> None:
+    def __init__(self, metric: M, model_name: str, labels: tuple[str, ...]) -> None:
+        """Without other labels its only child exists, at 0, from the start."""
         self._metric: M = metric
         self._model_name = model_name
         self._children: dict[tuple[str | int, ...], M] = {}
+        if not labels:
+            self.child()
 
     def child(self, *values: str | int) -> M:
         """Return the child metric for these values of the other labels."""
@@ -43,10 +46,7 @@ class MetricFactory:
         """Return a counter; `_total` is appended to its name. Without labels it starts at 0."""
         names = ("model_name", *labels)
         counter = Counter(self._prefix + name, text, names, registry=self._registry)
-        made = Labelled(counter, self._model_name)
-        if not labels:
-            made.child()
-        return made
+        return Labelled(counter, self._model_name, labels)
 
     def histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
@@ -59,10 +59,7 @@ class MetricFactory:
             buckets=buckets,
             registry=self._registry,
         )
-        made = Labelled(histogram, self._model_name)
-        if not labels:
-            made.child()
-        return made
+        return Labelled(histogram, self._model_name, labels)
 
 
 def text_of(families: Iterable[Metric]) -> bytes:

@@ -110,7 +110,6 @@ class FrontEndMetrics:
         """Register all metrics with the configured name prefix.
 
         Args:
-            config: the front end's.
             slot: the front end's index on its node; the counters of its earlier processes, in
                 memory held by the supervisor, are continued.
 

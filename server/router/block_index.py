@@ -33,7 +33,6 @@ class BlockIndex:
     """Names of all engines' blocks.
 
     Args:
-        front_end: number of this front end.
         max_blocks: maximum names kept; each engine has an equal share, and blocks beyond it are
             treated as not cached.
     """

@@ -5,6 +5,7 @@ an earlier engine or connection are ignored.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,39 +20,25 @@ from server.router.routing import Choice, EngineLoad, RoutingPolicy, with_adapte
 from server.router.split import Split, answer_of, draws_one_token, prefill_of
 
 
+@dataclass(kw_only=True, eq=False)
 class Delivery:
-    """Sends each request to its pinned engine, or to one chosen by the policy.
+    """Sends each request to its pinned engine, or to one chosen by the policy."""
 
-    Args:
-        front_end: number of this front end.
-        first_id: start of the request numbering; ranges of front ends must not overlap.
-        members: engines of the cluster.
-        loads: load per engine.
-        policy: chooses an engine.
-        index: KV blocks held by engines, if the policy uses them.
-        split: chooses prompts for separate prefill engines.
-    """
+    front_end: int
+    first_id: int
+    """Start of the request numbering; ranges of front ends must not overlap."""
+    members: Members
+    loads: Loads
+    policy: RoutingPolicy
+    index: BlockIndex | None = None
+    """KV blocks held by engines, if the policy uses them."""
+    split: Split | None = None
+    """Chooses prompts for separate prefill engines."""
 
-    def __init__(
-        self,
-        *,
-        front_end: int,
-        first_id: int,
-        members: Members,
-        loads: Loads,
-        policy: RoutingPolicy,
-        index: BlockIndex | None = None,
-        split: Split | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.in_flight: dict[int, RoutedRequest] = {}
         """Unfinished requests, by the id under which they were last sent."""
-        self._front_end = front_end
-        self._next_id = first_id
-        self._members = members
-        self._loads = loads
-        self._policy = policy
-        self._index = index
-        self._split = split
+        self._next_id = self.first_id
         self._prefilled: list[RoutedRequest] = []
         self._woken_at: float | None = None
 
@@ -63,8 +50,8 @@ class Delivery:
         request.message = msgspec.structs.replace(
             request.message,
             id=self._next_id,
-            front_end=self._front_end,
-            wave=self._members.wave,
+            front_end=self.front_end,
+            wave=self.members.wave,
         )
         self.in_flight[request.id] = request
 
@@ -89,7 +76,7 @@ class Delivery:
         choice = self._choose(request)
         if choice is None:
             return []
-        members = self._members
+        members = self.members
         route = members.routes[choice.rank]
         assert route.identity is not None, f"engine {choice.rank} was offered without a route"
         message = request.to_send(members.wave)
@@ -101,7 +88,7 @@ class Delivery:
             message = answer_of(message, None if engine is None else members.find(*engine))
         message = route.without_cached_images(message)
         was_paused = members.paused
-        self._loads.sent(route, message.num_tokens)
+        self.loads.sent(route, message.num_tokens)
         request.engine = rank, incarnation = route.engine
         request.times.sent(rank, now)
         if message.exclusive_steps:
@@ -114,13 +101,13 @@ class Delivery:
             return actions
         if self._woken_at is None:
             self._woken_at = now
-        return [*actions, Notify(WakeUp(self._front_end, rank, members.wave))]
+        return [*actions, Notify(WakeUp(self.front_end, rank, members.wave))]
 
     def send_failed(self, message: AddRequest, engine: Engine) -> RoutedRequest | None:
         """Handle a failed send: return the request, now unassigned, if it has not ended."""
-        route = self._members.find(*engine)
+        route = self.members.find(*engine)
         if route is not None:
-            self._loads.send_failed(route, message.num_tokens)
+            self.loads.send_failed(route, message.num_tokens)
             route.images = None
         request = self.in_flight.get(message.id)
         if request is not None:
@@ -128,7 +115,7 @@ class Delivery:
         return request
 
     def _choose(self, request: RoutedRequest) -> Choice | None:
-        routes, pinned_rank = self._members.routes, request.pinned_rank
+        routes, pinned_rank = self.members.routes, request.pinned_rank
         request.expected_cached = None
         if request.prefill is Prefill.RUNNING:
             request.prefill = Prefill.NONE
@@ -139,18 +126,18 @@ class Delivery:
         candidates = usable = [
             each for each in routes.values() if each.is_usable and each.can_serve(request.message)
         ]
-        may_split = self._members.has_prefill_engines or request.message.offers_blocks
-        if self._split is not None and may_split:
-            usable = self._split.answering(request.message, candidates)
-        loads = self._loads.of(usable)
+        may_split = self.members.has_prefill_engines or request.message.offers_blocks
+        if self.split is not None and may_split:
+            usable = self.split.answering(request.message, candidates)
+        loads = self.loads.of(usable)
         if not loads:
             return None
         cached: dict[int, int] = {}
-        if self._index is not None:
+        if self.index is not None:
             engines = [each.engine for each in candidates]
-            cached = self._index.cached_tokens(engines, request.message, request.output_token_ids)
+            cached = self.index.cached_tokens(engines, request.message, request.output_token_ids)
             loads = with_cached(loads, cached)
-        choice = self._choose_by(self._policy, loads, request)
+        choice = self._choose_by(self.policy, loads, request)
         if adapter := request.message.adapter:
             resident = {
                 route.entry.rank
@@ -162,7 +149,7 @@ class Delivery:
             choice = with_adapter(choice, loads, resident)
         if request.prefill is Prefill.NONE:
             choice = self._choose_prefill(request, candidates, choice, cached) or choice
-            if self._index is not None:
+            if self.index is not None:
                 request.expected_cached = cached.get(choice.rank, 0)
         return choice
 
@@ -174,16 +161,16 @@ class Delivery:
         cached: dict[int, int],
     ) -> Choice | None:
         """Return the prefill engine for a request; None if the answering one prefills."""
-        if self._split is None or not self._members.has_prefill_engines:
+        if self.split is None or not self.members.has_prefill_engines:
             return None
-        route, known = self._members.routes[answers.rank], cached.get(answers.rank, 0)
-        engines = self._split.prefilling(request, usable, route, known)
+        route, known = self.members.routes[answers.rank], cached.get(answers.rank, 0)
+        engines = self.split.prefilling(request, usable, route, known)
         if not engines:
             return None
-        loads = with_cached(self._loads.of(engines), cached)
-        rank = self._choose_by(self._split.policy, loads, request).rank
+        loads = with_cached(self.loads.of(engines), cached)
+        rank = self._choose_by(self.split.policy, loads, request).rank
         chosen = next(load for load in loads if load.rank == rank)
-        if not self._split.keeps_up(request, chosen, *self._loads.of([route])):
+        if not self.split.keeps_up(request, chosen, *self.loads.of([route])):
             return None
         if not draws_one_token(request):
             request.prefill = Prefill.RUNNING
@@ -196,13 +183,13 @@ class Delivery:
         return policy.choose(
             loads,
             request.shown_token_ids,
-            self._members.unseen_front_ends(self._loads.num_front_ends),
+            self.members.unseen_front_ends(self.loads.num_front_ends),
             cache_root=message.cache_root + message.adapter.encode(),
         )
 
     def abort(self, ids: list[int], engine: Engine | None) -> list[Action]:
         """Abort requests on an engine process, if it is reachable."""
-        route = None if engine is None else self._members.find(*engine)
+        route = None if engine is None else self.members.find(*engine)
         if route is None or route.identity is None:
             return []
         return [SendIfReachable(route.identity, AbortRequests(ids))]
@@ -210,7 +197,7 @@ class Delivery:
     def leave(self, request: RoutedRequest) -> list[Action]:
         """Abort a request on an engine that may only be silent, to save it the work."""
         assert request.engine is not None, f"request {request.id} is on no engine that it can leave"
-        identity = self._members.last_identity(request.engine)
+        identity = self.members.last_identity(request.engine)
         return [] if identity is None else [SendIfReachable(identity, AbortRequests([request.id]))]
 
     # -- back ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from engine.shared.messages import (
 )
 from engine.shared.transport import Inbox
 from server.router.adapters import Adapters
-from server.router.events import CallOverdue, EngineHello, Event, QueryBlocks, Tick
+from server.router.events import EngineHello, Event, Tick
 from server.router.generation_client import KvOffer, NoEngineAvailable
 from server.router.router import Router
 from server.router.shell import ClientMetrics, RouterShell
@@ -63,9 +63,6 @@ class EngineClient:
     """A front end's two sockets to all engines, around its `Router`.
 
     Args:
-        front_end: number of this front end.
-        router: makes all routing decisions.
-        metrics: metrics to update.
         notify: sends a notice to the coordinator.
         requests, outputs: bound ROUTER and PULL sockets that engines connect to; closed here.
         min_ready_engines: number of usable engines required for `ready` to become true.
@@ -218,14 +215,13 @@ class EngineClient:
             if not answers.done():
                 answers.set_result(results)
 
-        call_id = self._shell.call(rank, name, arguments, answered)
-        overdue = CallOverdue(call_id, f"within {within:g} s")
-        timer = self._loop.call_later(within, self._handle, overdue)
+        call_id, why = self._shell.call(rank, name, arguments, answered), f"within {within:g} s"
+        timer = self._loop.call_later(within, self._shell.call_overdue, call_id, why)
         try:
             return await answers
         finally:
             timer.cancel()
-            self._handle(overdue)  # a no-op unless the caller was cancelled
+            self._shell.call_overdue(call_id, why)  # a no-op unless the caller was cancelled
 
     async def change_adapter(
         self, name: str, path: str | None = None, in_place: bool = False
@@ -242,12 +238,10 @@ class EngineClient:
             reason = f"Not all engines and front ends had finished after {UTILITY_TIMEOUT:g} s."
             return AdapterOutcome(request.ticket, 503, reason)
 
-    async def order_fleet(
-        self, request: FleetRequest, within: float = UTILITY_TIMEOUT
-    ) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         missing = "the coordinator has not taken the order"
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(UTILITY_TIMEOUT):
                 with self._operator_request(request) as answer:
                     revision: int = await answer
                 while True:
@@ -260,7 +254,7 @@ class EngineClient:
                     missing = f"engine {late[0].rank} has not followed yet; the order stands"
                     await asyncio.sleep(FLEET_INTERVAL)
         except TimeoutError:
-            raise NoEngineAvailable(f"After {within:g} s {missing}.") from None
+            raise NoEngineAvailable(f"After {UTILITY_TIMEOUT:g} s {missing}.") from None
 
     @contextlib.contextmanager
     def _operator_request(
@@ -359,7 +353,7 @@ class EngineClient:
         self._timer = self._loop.call_later(TICK_INTERVAL, self._tick)
 
     def _query_blocks(self) -> None:
-        self._shell.handle(QueryBlocks())
+        self._shell.query_blocks()
         self._block_query_timer = self._loop.call_later(BLOCK_QUERY_INTERVAL, self._query_blocks)
 
     def _handle(self, event: Event) -> None:
@@ -371,7 +365,7 @@ class EngineClient:
             return
         if members.reaches_engines:
             self._reached_engines.set()
-        if members.num_usable >= self._min_ready_engines:
+        if sum(route.is_usable for route in members.routes.values()) >= self._min_ready_engines:
             self._became_ready.set()
 
     def _send(self, to: bytes, message: EngineInput) -> bool:

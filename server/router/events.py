@@ -18,25 +18,12 @@ from engine.shared.messages import (
     StepOutputs,
     UtilityCall,
     UtilityResult,
-    UtilityValue,
     WakeUp,
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable
 from server.router.request import RoutedRequest
 
 # -- events --------------------------------------------------------------------------------------
-
-
-class Submit(msgspec.Struct, frozen=True):
-    """A new request; the router assigns its id."""
-
-    request: RoutedRequest
-
-
-class Close(msgspec.Struct, frozen=True):
-    """The reader of a request's outputs has closed it, whether or not the request has ended."""
-
-    request: RoutedRequest
 
 
 class EngineHello(msgspec.Struct, frozen=True):
@@ -52,33 +39,13 @@ class SendsFailed(msgspec.Struct, frozen=True):
     sends: "list[Send]"
 
 
-class Call(msgspec.Struct, frozen=True):
-    """Call a utility of one engine, or of all with rank None."""
-
-    call_id: int
-    rank: int | None
-    name: str
-    arguments: dict[str, UtilityValue]
-
-
-class CallOverdue(msgspec.Struct, frozen=True):
-    """The caller has stopped waiting for the missing answers."""
-
-    call_id: int
-    why: str
-
-
 class Tick(msgspec.Struct, frozen=True):
     """Periodic timer event."""
 
 
-class QueryBlocks(msgspec.Struct, frozen=True):
-    """Timer event: ask engines for changes of their KV blocks."""
-
-
 Event = (
-    StepOutputs | Submit | Close | EngineHello | ClusterView | Tick | EngineDead
-    | SendsFailed | Call | UtilityResult | CallOverdue | KvBlocks | QueryBlocks
+    StepOutputs | EngineHello | ClusterView | Tick | EngineDead | SendsFailed | UtilityResult
+    | KvBlocks
 )  # fmt: skip
 
 
@@ -116,12 +83,6 @@ class Fail(msgspec.Struct, frozen=True):
     error: NoEngineAvailable | KillsEngines
 
 
-class Refuse(msgspec.Struct, frozen=True):
-    """Reject a submitted request or call; always the only action."""
-
-    error: NoEngineAvailable
-
-
 class CallResult(msgspec.Struct, frozen=True):
     """A call is complete: results by rank, with errors for missing answers."""
 
@@ -148,4 +109,4 @@ class Woken(msgspec.Struct, frozen=True):
     seconds: float
 
 
-Action = Deliver | Send | SendIfReachable | Fail | Refuse | CallResult | Notify | Count | Woken
+Action = Deliver | Send | SendIfReachable | Fail | CallResult | Notify | Count | Woken

@@ -8,6 +8,7 @@ suspect is not an error: a suspect runs alone, and the result shows whether it k
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -142,42 +143,31 @@ class Probation:
         return acquitted
 
 
+@dataclass(eq=False)
 class Failover:
-    """Keeps every unfinished request assigned to an engine, or waiting for one.
+    """Keeps every unfinished request assigned to an engine, or waiting for one."""
 
-    Args:
-        members: engines of the cluster.
-        loads: load per engine.
-        delivery: requests in flight.
-        max_resumes: maximum engines that may die with a request before it becomes a suspect.
-        resume_timeout: seconds that a request waits for an engine.
-        halted_timeout: seconds that it waits while all engines are halted by operators.
-    """
+    members: Members
+    loads: Loads
+    delivery: Delivery
+    max_resumes: int
+    """Maximum engines that may die with a request before it becomes a suspect."""
+    resume_timeout: float
+    """Seconds that a request waits for an engine."""
+    halted_timeout: float
+    """Seconds that it waits while all engines are halted by operators."""
 
-    def __init__(
-        self,
-        members: Members,
-        loads: Loads,
-        delivery: Delivery,
-        max_resumes: int,
-        resume_timeout: float,
-        halted_timeout: float,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.waiting: dict[RoutedRequest, float] = {}
         """Unassigned requests, with the time since which they wait."""
-        self.probation = Probation(max_resumes, PROBATION_PATIENCE * resume_timeout)
-        self._members = members
-        self._loads = loads
-        self._delivery = delivery
-        self._resume_timeout = resume_timeout
-        self._halted_timeout = halted_timeout
+        self.probation = Probation(self.max_resumes, PROBATION_PATIENCE * self.resume_timeout)
 
     # -- requests and their engines --------------------------------------------------------------
 
     def assign(self, request: RoutedRequest, now: float) -> list[Action]:
         """Send a request to an engine; queue it if none is available or it must wait."""
         since = self.waiting.pop(request, None)
-        if self.probation.may_run(request) and (actions := self._delivery.send(request, now)):
+        if self.probation.may_run(request) and (actions := self.delivery.send(request, now)):
             request.waiting_since = since
             return actions
         self.waiting[request] = now if since is None else since
@@ -185,7 +175,7 @@ class Failover:
 
     def reassign(self, request: RoutedRequest, now: float) -> list[Action]:
         """Resend a request; later outputs of its previous engine are ignored."""
-        self._delivery.renumber(request, now)
+        self.delivery.renumber(request, now)
         return self.assign(request, now)
 
     def send_failed(self, request: RoutedRequest, now: float) -> None:
@@ -201,7 +191,7 @@ class Failover:
     def assign_waiting(self, now: float) -> list[Action]:
         """Place waiting requests after engines have joined or resumed."""
         actions: list[Action] = []
-        ready = self._members.ready
+        ready = self.members.ready
         for request in list(self.waiting):
             if ready or request.pinned_rank is not None:
                 actions += self.assign(request, now)
@@ -210,31 +200,31 @@ class Failover:
     def hand_over(self, now: float) -> list[Action]:
         """Move requests of halted engines to other engines if operators requested that."""
         actions: list[Action] = []
-        if not self._members.ready:
+        if not self.members.ready:
             return []
-        for route in self._members.routes.values():
+        for route in self.members.routes.values():
             if not route.hands_over:
                 continue
             engine = route.engine
-            running = self._delivery.running_on(engine)
+            running = self.delivery.running_on(engine)
             moving = [request for request in running if request.pinned_rank is None]
             if moving:
                 logger.info("engine %d is halted: moving %d requests", engine[0], len(moving))
-                actions += self._delivery.abort([each.id for each in moving], engine)
+                actions += self.delivery.abort([each.id for each in moving], engine)
             for request in moving:
                 actions += self.reassign(request, now)
         return actions
 
     def resend(self, engine: Engine, now: float) -> list[Action]:
         """Resend the requests of a live engine after messages to or from it were lost."""
-        requests = self._delivery.running_on(engine)
-        route = self._members.find(*engine)
+        requests = self.delivery.running_on(engine)
+        route = self.members.find(*engine)
         if route is not None:
-            self._loads.forget_unreceived(route)
+            self.loads.forget_unreceived(route)
             route.images = None
         text = "messages to or from engine %d were lost: resending %d requests"
         logger.warning(text, engine[0], len(requests))
-        actions = self._delivery.abort([each.id for each in requests], engine) if requests else []
+        actions = self.delivery.abort([each.id for each in requests], engine) if requests else []
         for request in requests:
             request.suspicion.exclusive_on = None
             actions += self.reassign(request, now)
@@ -258,12 +248,12 @@ class Failover:
         to wait.
         """
         engine = lost.engine
-        running = self._delivery.running_on(engine)
+        running = self.delivery.running_on(engine)
         if running:
             logger.warning("engine %d is unreachable: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
         for request in running:
-            actions += self._delivery.leave(request)
+            actions += self.delivery.leave(request)
             if lost.exclusive_request == request.id:
                 request.suspicion.exclusive_on = engine
             request.suspicion.left(engine, was_silent=lost.was_silent)
@@ -273,11 +263,11 @@ class Failover:
     def engine_lost(self, lost: EngineLost, now: float) -> list[Action]:
         """Handle the end of an engine process: move its requests, and update those that left it."""
         engine = lost.engine
-        running = self._delivery.running_on(engine)
+        running = self.delivery.running_on(engine)
         if running:
             logger.warning("engine %d has exited: moving %d requests", engine[0], len(running))
         actions: list[Action] = []
-        for request in list(self._delivery.in_flight.values()):
+        for request in list(self.delivery.in_flight.values()):
             ran_there, suspicion = request.engine == engine, request.suspicion
             if not ran_there and not suspicion.left_on(engine):
                 continue
@@ -288,7 +278,7 @@ class Failover:
                 suspicion.exclusive_deaths += 1
                 if suspicion.exclusive_deaths >= CONVICTING_DEATHS:
                     suspicion.exclusive_on = engine  # others did not cause the earlier deaths
-                    self.probation.convicted(request, self._delivery.in_flight.values())
+                    self.probation.convicted(request, self.delivery.in_flight.values())
                     actions += self._kills_engines(request)
                     continue
             if lost.exclusive_request and not ran_exclusively and not lost.was_silent:
@@ -296,7 +286,7 @@ class Failover:
             else:
                 suspicion.ended(engine, was_silent=lost.was_silent)
             if ran_there:
-                actions += self._delivery.leave(request)
+                actions += self.delivery.leave(request)
                 actions += self._move(request, now)
             else:
                 actions += self._check_suspicion(request, now) or ()
@@ -305,7 +295,7 @@ class Failover:
     def replaced(self, incarnations: Mapping[int, int], now: float) -> list[Action]:
         """Count silent engines as dead if other processes have replaced them."""
         actions: list[Action] = []
-        for request in list(self._delivery.in_flight.values()):
+        for request in list(self.delivery.in_flight.values()):
             if request.suspicion.silent_on:
                 request.suspicion.replaced(incarnations)
                 actions += self._check_suspicion(request, now) or ()
@@ -313,7 +303,7 @@ class Failover:
 
     def engine_alive(self, engine: Engine) -> None:
         """Clear suspicions over an engine that is alive and was only unreachable."""
-        for request in self._delivery.in_flight.values():
+        for request in self.delivery.in_flight.values():
             request.suspicion.engine_alive(engine)
 
     # -- suspects --------------------------------------------------------------------------------
@@ -327,7 +317,7 @@ class Failover:
             name, deaths = request.message.request_id, len(request.suspicion.died_on)
             text = "request %s was in flight on %d engines that died: it will run alone"
             logger.warning(text, name, deaths, extra={"request_id": name})
-            actions = self._delivery.abort([request.id], request.engine)
+            actions = self.delivery.abort([request.id], request.engine)
             probation.suspects[request] = now
             self._unassign(request, now)
             return actions
@@ -340,13 +330,8 @@ class Failover:
 
     def _unassign(self, request: RoutedRequest, now: float) -> None:
         """Unassign a request, which then only waits for its trial."""
-        self._delivery.renumber(request, now)
+        self.delivery.renumber(request, now)
         self.waiting.pop(request, None)
-
-    def start_trial(self, now: float) -> list[Action]:
-        """Send the next suspect to an engine, to run alone, if a trial is due."""
-        request = self.probation.next()
-        return [] if request is None else self.reassign(request, now)
 
     def _kills_engines(self, request: RoutedRequest) -> list[Action]:
         name, why = request.message.request_id, request.suspicion.error_message()
@@ -358,10 +343,10 @@ class Failover:
     def tick(self, now: float) -> list[Action]:
         """Fail requests that have waited too long, and place acquitted ones."""
         actions: list[Action] = []
-        only_halted = self._members.has_engines and not self._members.ready
+        only_halted = self.members.has_engines and not self.members.ready
         for request, since in list(self.waiting.items()):
             waits_for_operator = only_halted and request.pinned_rank is None
-            within = self._halted_timeout if waits_for_operator else self._resume_timeout
+            within = self.halted_timeout if waits_for_operator else self.resume_timeout
             if now - since > within:
                 name = request.message.request_id
                 if waits_for_operator:
@@ -371,7 +356,7 @@ class Failover:
                 else:
                     why = (
                         f"engine {request.pinned_rank}, the only one that may run the request, has "
-                        f"gone and did not return within {self._resume_timeout:g} s"
+                        f"gone and did not return within {self.resume_timeout:g} s"
                     )
                 logger.error("request %s: %s", name, why, extra={"request_id": name})
                 actions += self._end(request, NoEngineAvailable(why))
@@ -382,7 +367,7 @@ class Failover:
         return actions
 
     def _end(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> list[Action]:
-        ended = self._delivery.end(request)
+        ended = self.delivery.end(request)
         assert ended, f"request {request.id} is ended but not known"
         self.forget(request)
-        return [*self._delivery.abort([request.id], request.engine), Fail(request, error)]
+        return [*self.delivery.abort([request.id], request.engine), Fail(request, error)]

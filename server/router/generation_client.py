@@ -144,15 +144,13 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def order_fleet(
-        self, request: FleetRequest, within: float = 120.0
-    ) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         """Execute an order on all engines, including ones that join later.
 
         Returns each engine's `info` utility result after it has executed the order.
 
         Raises:
-            NoEngineAvailable: not all engines finished within `within` seconds; the order stands.
+            NoEngineAvailable: not all engines finished within two minutes; the order stands.
         """
         ...
 

@@ -8,6 +8,7 @@ once:
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.shared.messages import EngineStats
 from server.router.load_table import LoadTable, received_from
@@ -15,23 +16,16 @@ from server.router.route import MissingMessages, Route
 from server.router.routing import EngineLoad
 
 
+@dataclass(eq=False)
 class Loads:
-    """Counts messages to and from engines, and detects lost ones.
+    """Counts messages to and from engines, and detects lost ones."""
 
-    Args:
-        front_end: number of this front end.
-        incarnation: id of this front-end process.
-        grace: seconds after which missing messages are considered lost.
-        table: requests sent by neighbours; None without neighbours.
-    """
-
-    def __init__(
-        self, front_end: int, incarnation: int, grace: float, table: LoadTable | None
-    ) -> None:
-        self._front_end = front_end
-        self._incarnation = incarnation
-        self._grace = grace
-        self._table = table
+    front_end: int
+    incarnation: int
+    grace: float
+    """Seconds after which missing messages are considered lost."""
+    table: LoadTable | None
+    """Requests sent by neighbours; None without neighbours."""
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -50,7 +44,7 @@ class Loads:
         return self._has_lost_messages(route, stats, now)
 
     def _has_lost_messages(self, route: Route, stats: EngineStats, now: float) -> bool:
-        received = received_from(stats, self._front_end, self._incarnation)
+        received = received_from(stats, self.front_end, self.incarnation)
         requests, outputs = (received.requests, received.outputs) if received else (0, 0)
         sent = route.sent
         if received is not None and requests > sent.requests:
@@ -68,7 +62,7 @@ class Loads:
         if missing is None and (requests < sent.requests or outputs > route.outputs):
             missing = MissingMessages(now, sent.requests, outputs)
         route.missing = missing
-        if missing is None or now - missing.since <= self._grace:
+        if missing is None or now - missing.since <= self.grace:
             return False
         route.missing = None
         return True
@@ -82,7 +76,7 @@ class Loads:
         """
         if route is None:
             return 0
-        received = received_from(stats, self._front_end, self._incarnation)
+        received = received_from(stats, self.front_end, self.incarnation)
         if received is None or received.outputs == 0:
             return 0  # the engine does not count them
         order = received.outputs - route.outputs - 1
@@ -101,7 +95,7 @@ class Loads:
 
     def forget_unreceived(self, route: Route) -> None:
         """Treat everything that an engine has not received by now as lost."""
-        received = received_from(route.stats, self._front_end, self._incarnation)
+        received = received_from(route.stats, self.front_end, self.incarnation)
         route.missing = None
         if received is not None:
             route.outputs = max(route.outputs, received.outputs)
@@ -113,19 +107,19 @@ class Loads:
         before = route.sent
         route.sent = before._replace(requests=requests, prompt_tokens=prompt_tokens)
         route.load = None
-        if self._table is not None:
-            self._table.publish(route.entry.rank, route.sent)
+        if self.table is not None:
+            self.table.publish(route.entry.rank, route.sent)
 
     # -- queries ---------------------------------------------------------------------------------
 
     @property
     def num_front_ends(self) -> int:
         """Number of front ends whose sends are counted, including this one."""
-        return 1 if self._table is None else self._table.num_front_ends
+        return 1 if self.table is None else self.table.num_front_ends
 
     def of(self, routes: Iterable[Route]) -> list[EngineLoad]:
         """Return the load of each engine."""
-        table = self._table
+        table = self.table
         loads = []
         for route in routes:
             if table is not None:  # other front ends' sends change without notice
@@ -140,9 +134,9 @@ class Loads:
 
     def _load(self, route: Route) -> EngineLoad:
         stats, own = route.stats, route.sent
-        senders = [(self._front_end, own)]
-        if self._table is not None:
-            senders += self._table.peers(route.cells)
+        senders = [(self.front_end, own)]
+        if self.table is not None:
+            senders += self.table.peers(route.cells)
         requests = tokens = 0
         for front_end, sent in senders:
             if sent.engine_incarnation != own.engine_incarnation:

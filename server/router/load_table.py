@@ -56,7 +56,7 @@ class LoadTable:
     def publish(self, rank: int, sent: Sent) -> None:
         """Write this front end's cell for an engine."""
         if rank < MAX_ENGINES and self._front_end < self.num_front_ends:
-            at = self._at(self._front_end, rank)
+            at = (self._front_end * MAX_ENGINES + rank) * _CELL_WORDS
             for offset, value in enumerate(sent):
                 self._words[at + offset] = value
 
@@ -75,9 +75,6 @@ class LoadTable:
             for peer, cell in zip(self._peers, cells, strict=False)
             if cell != _EMPTY
         ]
-
-    def _at(self, front_end: int, rank: int) -> int:
-        return (front_end * MAX_ENGINES + rank) * _CELL_WORDS
 
     def close(self) -> None:
         """Release the mapping."""

@@ -31,20 +31,20 @@ class EngineLost:
         return self.rank, self.incarnation
 
 
+@dataclass(eq=False)
 class Members:
-    """Routes to all engines, and their changes.
+    """Routes to all engines, and their changes."""
 
-    Args:
-        incarnation: id of this front-end process.
-        grace: seconds of silence after which an engine is unreachable, or gone if a restarted
-            coordinator does not list it either.
-        scope: engines that this front end may use.
-        num_ranks: ranks below this are expected to exist, even if not connected.
-    """
+    incarnation: int
+    grace: float
+    """Seconds of silence after which an engine is unreachable, or gone if a restarted coordinator
+    does not list it either."""
+    scope: Scope = EVERYTHING
+    """Engines that this front end may use."""
+    num_ranks: int = 0
+    """Ranks below this belong to engines that exist, existed or are expected."""
 
-    def __init__(
-        self, incarnation: int, grace: float, scope: Scope = EVERYTHING, num_ranks: int = 0
-    ) -> None:
+    def __post_init__(self) -> None:
         self.routes: dict[int, Route] = {}
         """Routes to the engines in scope, by rank, in ascending order."""
         self.view: ClusterView | None = None
@@ -52,12 +52,7 @@ class Members:
         self._view_at = 0.0
         self.has_prefill_engines = False
         """Whether any known engine computes prompts for others."""
-        self.num_ranks = num_ranks
-        """Ranks below this belong to engines that exist, existed or are expected."""
-        self.incarnation = incarnation
-        self._grace = grace
-        self._scope = scope
-        self._roster: Roster[EngineEntry] = Roster(grace)
+        self._roster: Roster[EngineEntry] = Roster(self.grace)
         self._departed: dict[int, Route] = {}
         self._hellos: dict[Engine, LastHello] = {}
         self._last_check_at: float | None = None
@@ -74,7 +69,7 @@ class Members:
         self._check_stall(now)
         ranks = [1 + entry.rank for entry in view.engines]
         self.num_ranks = max(self.num_ranks, *ranks, 0)
-        scope = self._scope
+        scope = self.scope
         in_scope = [each for each in view.engines if scope.contains(each.rank, each.host)]
         view = msgspec.structs.replace(view, engines=[self._as_known(each) for each in in_scope])
         self.view = view
@@ -136,7 +131,7 @@ class Members:
             route = self.routes.pop(rank, None)
             if route is not None:
                 self._departed[rank] = route
-                was_silent = now - route.last_hello_at > self._grace / 2
+                was_silent = now - route.last_hello_at > self.grace / 2
                 lost.append(EngineLost(*route.engine, was_silent, route.exclusive_request))
         return lost
 
@@ -146,28 +141,17 @@ class Members:
         They are unreachable until their next hello. Must be called at least every second.
         """
         self._check_stall(now)
-        silent = [
-            route.engine
-            for route in self.routes.values()
-            if route.identity is not None and now - route.last_hello_at > self._grace
-        ]
-        return [
-            EngineLost(
-                lost.rank,
-                lost.incarnation,
-                was_silent=True,
-                exclusive_request=lost.exclusive_request,
-            )
-            for each in silent
-            for lost in self.mark_unreachable(*each)
-        ]
+        silent = []
+        for route in self.routes.values():
+            if route.identity is not None and now - route.last_hello_at > self.grace:
+                route.identity = None
+                silent.append(EngineLost(*route.engine, True, route.exclusive_request))
+        return silent
 
     def _check_stall(self, now: float) -> None:
         """Record that this process is running; after a stall, unread messages do not count as
         silence."""
-        was_stalled = (
-            self._last_check_at is not None and now - self._last_check_at > self._grace / 2
-        )
+        was_stalled = self._last_check_at is not None and now - self._last_check_at > self.grace / 2
         self._last_check_at = now
         for rank, route in self.routes.items() if was_stalled else ():
             route.last_hello_at = now
@@ -225,11 +209,6 @@ class Members:
         return None if hello is None else hello.identity
 
     @property
-    def num_usable(self) -> int:
-        """Number of engines that can run requests now."""
-        return sum(route.is_usable for route in self.routes.values())
-
-    @property
     def ready(self) -> bool:
         """Whether at least one engine can run requests now."""
         return any(route.is_usable for route in self.routes.values())
@@ -254,7 +233,8 @@ class Members:
         """Whether no engine is stepping, as far as known."""
         if self.view is not None and self.view.running:
             return False
-        return all(route.is_idle for route in self.routes.values())
+        stats = (route.stats for route in self.routes.values())
+        return all(each is None or each.running + each.waiting == 0 for each in stats)
 
     @property
     def max_model_len(self) -> int | None:
@@ -294,7 +274,7 @@ class Members:
 
     def unseen_front_ends(self, seen: int) -> int:
         """Return how many front ends, besides the `seen` ones, route to the same engines."""
-        if self.view is None or self._scope != EVERYTHING:
+        if self.view is None or self.scope != EVERYTHING:
             return 0
         return max(0, self.view.num_front_ends - seen)
 

@@ -93,12 +93,6 @@ class Route:
         return 0 if stats is None else stats.exclusive_request
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it has no requests, according to its stats."""
-        stats = self.stats
-        return stats is None or stats.running + stats.waiting == 0
-
-    @property
     def num_slots(self) -> int:
         """Sequences that it can run at once."""
         setup, stats = self.entry.setup, self.stats

@@ -1,7 +1,7 @@
 """A front end's router: chooses an engine for each request, and handles engine failures.
 
-`Router.handle(event, now)` is the only entry point; it returns the actions that
-`server.router.engine_client` performs, in order. It has no sockets and no clock. Its components:
+Its methods return the actions that `server.router.shell` performs, in order. It has no sockets and
+no clock: `now` is in monotonic seconds. Its components:
 `members` tracks engines, `loads` their load, `delivery` the requests in flight, `failover` requests
 whose engines fail, and `calls` pending utility calls.
 """
@@ -19,26 +19,21 @@ from engine.shared.messages import (
     StepOutputs,
     UtilityCall,
     UtilityResult,
+    UtilityValue,
 )
 from engine.shared.scope import EVERYTHING, Scope
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
 from server.router.events import (
     Action,
-    Call,
-    CallOverdue,
     CallResult,
-    Close,
     Count,
     Deliver,
     EngineHello,
     Event,
-    QueryBlocks,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
-    Submit,
     Tick,
 )
 from server.router.failover import Failover
@@ -66,19 +61,25 @@ class UtilityCalls:
         self._front_end = front_end
         self._open: dict[int, _OpenCall] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def begin(
+        self,
+        call_id: int,
+        rank: int | None,
+        name: str,
+        arguments: dict[str, UtilityValue],
+        routes: Iterable[Route],
+    ) -> list[Action]:
+        """Call one engine, or all with rank None.
 
-    def begin(self, call: Call, routes: Iterable[Route]) -> list[Action]:
-        """Call one engine or all, if available."""
-        called = [
-            route for route in routes if route.is_open and call.rank in (None, route.entry.rank)
-        ]
+        Raises:
+            NoEngineAvailable: there is no such engine now.
+        """
+        called = [route for route in routes if route.is_open and rank in (None, route.entry.rank)]
         if not called:
-            which = "no engine can" if call.rank is None else f"engine {call.rank} cannot"
-            return [Refuse(NoEngineAvailable(f"{which} be called now"))]
-        self._open[call.call_id] = _OpenCall(dict(route.engine for route in called))
-        message = UtilityCall(call.call_id, self._front_end, call.name, call.arguments)
+            which = "no engine can" if rank is None else f"engine {rank} cannot"
+            raise NoEngineAvailable(f"{which} be called now")
+        self._open[call_id] = _OpenCall(dict(route.engine for route in called))
+        message = UtilityCall(call_id, self._front_end, name, arguments)
         return [Send(route.identity or b"", *route.engine, message) for route in called]
 
     def answered(self, result: UtilityResult) -> list[Action]:
@@ -157,29 +158,27 @@ class Router:
     # -- event handling --------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event at `now` (seconds, monotonic) and return the actions to perform."""
+        """Handle an event."""
         match event:
             case StepOutputs():
                 actions = self._outputs(event, now)
-            case Submit(request):
-                actions = self._submit(request, now)
-            case Close(request):
-                actions = self._close(request)
             case UtilityResult():
-                actions = self.calls.answered(event)
-            case Call():
-                actions = self.calls.begin(event, self.members.routes.values())
-            case CallOverdue(call_id, why):
-                actions = self.calls.overdue(call_id, why)
-            case KvBlocks() | QueryBlocks():
-                return self._follow_blocks(event, now)
+                return self.calls.answered(event)
+            case KvBlocks():
+                is_reset = self.index is not None and self.index.take(event)
+                return [Count("routing_index_resyncs")] if is_reset else []
             case _:
                 actions = self._engines_changed(event, now)
                 actions += self.failover.assign_waiting(now)
                 actions += self.failover.hand_over(now)
         if self.failover.probation.suspects:
-            actions += self.failover.start_trial(now)
+            actions += self._trial(now)
         return actions
+
+    def _trial(self, now: float) -> list[Action]:
+        """Send the next suspect to an engine, to run alone, if a trial is due."""
+        suspect = self.failover.probation.next()
+        return [] if suspect is None else self.failover.reassign(suspect, now)
 
     def _engines_changed(
         self, event: EngineHello | ClusterView | EngineDead | SendsFailed | Tick, now: float
@@ -206,33 +205,44 @@ class Router:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _submit(self, request: RoutedRequest, now: float) -> list[Action]:
-        """Begin a sequence, unless nothing can serve it now.
+    def submit(self, request: RoutedRequest, now: float) -> list[Action]:
+        """Begin a sequence, unless nothing can serve it now; assigns its id.
 
         Later sequences of a client's request are never refused: they wait for an engine like
         requests that have lost theirs.
+
+        Raises:
+            NoEngineAvailable: it is refused.
         """
-        if not request.message.group and (error := self._unavailable(request.pinned_rank)):
-            return [Refuse(error)]
+        members, pinned_rank = self.members, request.pinned_rank
+        if request.message.group:
+            pass
+        elif pinned_rank is None:
+            if not members.has_engines:
+                raise NoEngineAvailable("no engine can serve now")
+        elif pinned_rank >= members.num_ranks:
+            raise NoSuchEngine(f"there is no engine {pinned_rank}")
+        elif (route := members.routes.get(pinned_rank)) is None or not route.is_open:
+            raise NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
         self.delivery.begin(request)
         return self.failover.assign(request, now)
 
-    def _unavailable(self, pinned_rank: int | None) -> NoEngineAvailable | NoSuchEngine | None:
-        """Return the error if nothing can serve a new, possibly pinned, request now."""
-        members = self.members
-        if pinned_rank is None:
-            return None if members.has_engines else NoEngineAvailable("no engine can serve now")
-        if pinned_rank >= members.num_ranks:
-            return NoSuchEngine(f"there is no engine {pinned_rank}")
-        if (route := members.routes.get(pinned_rank)) is None or not route.is_open:
-            return NoEngineAvailable(f"engine {pinned_rank} cannot serve now")
-        return None
+    def close(self, request: RoutedRequest, now: float) -> list[Action]:
+        """End a request whose reader has closed it; it may have ended already."""
+        actions: list[Action] = []
+        if self.delivery.end(request):
+            self.failover.forget(request)
+            actions = self.delivery.abort([request.id], request.engine)
+            if self.failover.probation.suspects:
+                actions += self._trial(now)
+        return actions
 
-    def _close(self, request: RoutedRequest) -> list[Action]:
-        if not self.delivery.end(request):
+    def block_queries(self, now: float) -> list[Action]:
+        """Return the queries that are due for changes of engines' KV blocks."""
+        if self.index is None:
             return []
-        self.failover.forget(request)
-        return self.delivery.abort([request.id], request.engine)
+        queries = self.index.queries_due(self.members.routes.values(), now)
+        return [SendIfReachable(to, query) for to, query in queries]
 
     def _outputs(self, message: StepOutputs, now: float) -> list[Action]:
         stats = message.stats
@@ -253,14 +263,6 @@ class Router:
         if order > 0 or has_lost:
             actions += self.failover.resend((stats.rank, stats.incarnation), now)
         return actions
-
-    def _follow_blocks(self, event: KvBlocks | QueryBlocks, now: float) -> list[Action]:
-        if self.index is None:
-            return []
-        if isinstance(event, KvBlocks):
-            return [Count("routing_index_resyncs")] if self.index.take(event) else []
-        queries = self.index.queries_due(self.members.routes.values(), now)
-        return [SendIfReachable(to, query) for to, query in queries]
 
     # -- engines ---------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.shared.plugins import load_plugin
 
@@ -280,13 +280,7 @@ class PrefixAware:
 
 
 def _bound(least: float, cached_tokens: int) -> float:
-    """Return the maximum cost at which an engine with these cached tokens can be chosen.
-
-    A cached token saves its share of the queue's cost.
-
-    Args:
-        least: cost of the least loaded engine.
-    """
+    """Return the maximum cost at which an engine with these cached tokens can be chosen."""
     saved = cached_tokens / PREFILL_TOKENS_PER_REQUEST
     return least * (1 + AFFINITY_BAND) + AFFINITY_SLACK + saved
 
@@ -347,18 +341,9 @@ class _PluginPolicy:
         self._fallback = LeastLoaded(start)
         self._has_failed = False
 
-    def choose(
-        self,
-        loads: Sequence[EngineLoad],
-        prompt_token_ids: Sequence[int] = (),
-        unseen_front_ends: int = 0,
-        *,
-        cache_root: bytes = b"",
-    ) -> Choice:
+    def choose(self, loads: Sequence[EngineLoad], *inputs: Any, **named: Any) -> Choice:
         try:
-            choice = self._policy.choose(
-                loads, prompt_token_ids, unseen_front_ends, cache_root=cache_root
-            )
+            choice = self._policy.choose(loads, *inputs, **named)
             if any(choice.rank == load.rank for load in loads):
                 return choice
             error = f"there is no engine {choice.rank!r}"
@@ -372,4 +357,4 @@ class _PluginPolicy:
                 self._name,
                 error,
             )
-        return self._fallback.choose(loads, unseen_front_ends=unseen_front_ends)
+        return self._fallback.choose(loads, *inputs, **named)

@@ -6,6 +6,7 @@
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, assert_never
 
 from engine.shared.messages import (
@@ -18,19 +19,15 @@ from engine.shared.messages import (
 )
 from server.router.events import (
     Action,
-    Call,
     CallResult,
-    Close,
     Count,
     Deliver,
     Event,
     Fail,
     Notify,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
-    Submit,
     Woken,
 )
 from server.router.generation_client import KillsEngines, NoEngineAvailable
@@ -49,34 +46,23 @@ class ClientMetrics(Protocol):
     def observe(self, name: str, seconds: float) -> None: ...
 
 
+@dataclass(eq=False)
 class RouterShell:
-    """Passes events to a router and performs its actions.
+    """Passes events to a router and performs its actions."""
 
-    Args:
-        router: makes all decisions.
-        send: sends a message to a peer; False if there is no such peer now.
-        notify: sends a notice to the coordinator.
-        on_idle: called after an event that left no request in flight.
-        metrics: metrics to update.
-        clock: returns monotonic seconds.
-    """
+    router: Router
+    _: KW_ONLY
+    send: Callable[[bytes, EngineInput], bool]
+    """Sends a message to a peer; False if there is no such peer now."""
+    notify: Callable[[FrontEndNotice], None]
+    """Sends a notice to the coordinator."""
+    on_idle: Callable[[], None]
+    """Called after an event that left no request in flight."""
+    metrics: ClientMetrics
+    clock: Callable[[], float]
+    """Returns monotonic seconds."""
 
-    def __init__(
-        self,
-        router: Router,
-        *,
-        send: Callable[[bytes, EngineInput], bool],
-        notify: Callable[[FrontEndNotice], None],
-        on_idle: Callable[[], None],
-        metrics: ClientMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self.router = router
-        self._send = send
-        self._notify = notify
-        self._on_idle = on_idle
-        self._metrics = metrics
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._streams: dict[RoutedRequest, RequestStream] = {}
         self._on_answers: dict[int, Callable[[list[UtilityResult]], None]] = {}
         self._call_ids = itertools.count(1)
@@ -95,17 +81,14 @@ class RouterShell:
             NoEngineAvailable: no engine, or not the pinned one, is available.
         """
         stream = RequestStream(message, self._close, pinned_rank, unread)
+        actions = self.router.submit(stream.request, self.clock())
         self._streams[stream.request] = stream
-        try:
-            self.handle(Submit(stream.request))
-        except NoEngineAvailable:
-            del self._streams[stream.request]
-            raise
+        self._perform(actions)
         return stream
 
     def _close(self, stream: RequestStream) -> None:
         if self._streams.pop(stream.request, None) is not None:
-            self.handle(Close(stream.request))
+            self._perform(self.router.close(stream.request, self.clock()))
 
     def call(
         self,
@@ -116,61 +99,58 @@ class RouterShell:
     ) -> int:
         """Call a utility of one engine, or of all with rank None; return the call's id.
 
-        `on_answers` is called once, at the latest when the router handles `CallOverdue`.
+        `on_answers` is called once, at the latest with `call_overdue`.
 
         Raises:
             NoEngineAvailable: there is no such engine now.
         """
         call_id = next(self._call_ids)
+        routes = self.router.members.routes.values()
+        actions = self.router.calls.begin(call_id, rank, name, arguments, routes)
         self._on_answers[call_id] = on_answers
-        try:
-            self.handle(Call(call_id, rank, name, arguments))
-        except NoEngineAvailable:
-            del self._on_answers[call_id]
-            raise
+        self._perform(actions)
         return call_id
+
+    def call_overdue(self, call_id: int, why: str) -> None:
+        """End a call, if it has not ended yet, with errors for the missing answers."""
+        self._perform(self.router.calls.overdue(call_id, why))
 
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Have the router handle an event, and perform its actions.
+        """Have the router handle an event, and perform its actions."""
+        self._perform(self.router.handle(event, self.clock()))
 
-        Raises:
-            NoEngineAvailable: the submitted request or call was refused.
-        """
-        now = self._clock()
-        failed = self._perform(self.router.handle(event, now))
-        while failed:
-            failed = self._perform(self.router.handle(SendsFailed(failed), now))
+    def query_blocks(self) -> None:
+        """Ask engines for changes of their KV blocks."""
+        self._perform(self.router.block_queries(self.clock()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        while actions:
+            failed: list[Send] = []
+            for action in actions:
+                match action:
+                    case Deliver(outputs):
+                        self._deliver(outputs)
+                    case Send():
+                        self._send_request(action, failed)
+                    case SendIfReachable(to, message):
+                        self.send(to, message)
+                    case Fail(request, error):
+                        self._fail(request, error)
+                    case CallResult(call_id, results):
+                        self._on_answers.pop(call_id)(results)
+                    case Notify(notice):
+                        self.notify(notice)
+                    case Count(name, by):
+                        self.metrics.count(name, by=by)
+                    case Woken(seconds):
+                        self.metrics.observe("wake_latency_seconds", seconds)
+                    case _:
+                        assert_never(action)
+            actions = self.router.handle(SendsFailed(failed), self.clock()) if failed else []
         if not self.router.delivery.in_flight:
-            self._on_idle()
-
-    def _perform(self, actions: list[Action]) -> list[Send]:
-        failed = []
-        for action in actions:
-            match action:
-                case Deliver(outputs):
-                    self._deliver(outputs)
-                case Send():
-                    if not self._send_request(action):
-                        failed.append(action)
-                case SendIfReachable(to, message):
-                    self._send(to, message)
-                case Fail(request, error):
-                    self._fail(request, error)
-                case Refuse(error):
-                    raise error
-                case CallResult(call_id, results):
-                    self._on_answers.pop(call_id)(results)
-                case Notify(notice):
-                    self._notify(notice)
-                case Count(name, by):
-                    self._metrics.count(name, by=by)
-                case Woken(seconds):
-                    self._metrics.observe("wake_latency_seconds", seconds)
-                case _:
-                    assert_never(action)
-        return failed
+            self.on_idle()
 
     def _deliver(self, outputs: list[tuple[RoutedRequest, RequestOutput]]) -> None:
         streams = self._streams
@@ -186,19 +166,18 @@ class RouterShell:
         """End all requests with an error."""
         for request in list(self._streams):
             self._fail(request, error)
-            self.handle(Close(request))
+            self._perform(self.router.close(request, self.clock()))
 
     def _fail(self, request: RoutedRequest, error: NoEngineAvailable | KillsEngines) -> None:
         if (stream := self._streams.pop(request, None)) is not None:
             stream.fail(error)
 
-    def _send_request(self, send: Send) -> bool:
-        if not self._send(send.to, send.message):
-            return False
-        if isinstance(send.message, AddRequest):
-            self._metrics.count("routing_decisions", send.rank, send.reason)
+    def _send_request(self, send: Send, failed: list[Send]) -> None:
+        if not self.send(send.to, send.message):
+            failed.append(send)
+        elif isinstance(send.message, AddRequest):
+            self.metrics.count("routing_decisions", send.rank, send.reason)
             if logger.isEnabledFor(logging.DEBUG):
                 name = send.message.request_id
                 fields = {"request_id": name, "engine": send.rank, "reason": send.reason}
                 logger.debug("request %s goes to engine %d", name, send.rank, extra=fields)
-        return True

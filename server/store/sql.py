@@ -1,6 +1,7 @@
 """Records in an SQL database shared by several front ends."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from server.limits import MAX_CHAIN, MAX_STORED_BATCHES, MAX_STORED_ITEMS, MAX_STORED_LENGTH
@@ -31,37 +32,29 @@ _LENGTH = "SELECT sum(length(body)) FROM parts WHERE tenant = ? AND record = ? A
 _ONE = "tenant = ? AND id = ?"
 
 
+@dataclass(eq=False)
 class SqlBackend:
     """Stores records, limited in size and age; not thread-safe.
 
     If there is no room, the least recently used record of the tenant with the most bytes is
     deleted. Every change is one transaction. Methods raise `BackendFailed`, and `StoreFull` if they
     add something.
-
-    Args:
-        database: contains the tables; not thread-safe.
-        max_bytes: maximum total of all records.
-        max_age: seconds for which a record is kept after its last use.
-        evicted: called with the reason of each deletion: age, limit or disk.
     """
 
-    def __init__(
-        self,
-        database: "SqliteDatabase | PostgresDatabase",
-        max_bytes: int,
-        max_age: float,
-        evicted: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._database = database
-        self.max_bytes = max_bytes
-        self._max_age = max_age
-        self._evicted = evicted
-        self.total = 0
-        """Bytes of all records at the last change."""
+    database: "SqliteDatabase | PostgresDatabase"
+    """Contains the tables; not thread-safe."""
+    max_bytes: int
+    """Maximum total of all records."""
+    max_age: float
+    """Seconds for which a record is kept after its last use."""
+    evicted: Callable[[str], None] = lambda _: None
+    """Called with the reason of each deletion: age, limit or disk."""
+    total = 0
+    """Bytes of all records at the last change."""
 
     def close(self) -> None:
         """Close the database."""
-        self._database.close()
+        self.database.close()
 
     def put(
         self, tenant: str, record: Record, items: Sequence[Part] = (), only_known: bool = False
@@ -79,7 +72,7 @@ class SqlBackend:
         (length,) = self._execute(_LENGTH, tenant, record.id).fetchone()
         more = sum(item.size for item in items)
         self._make_room(record.size - (length or 0) + more, tenant, record.id)
-        with self._database.transaction():
+        with self.database.transaction():
             row = self._execute(
                 f"SELECT status FROM records WHERE {_ONE}", tenant, record.id
             ).fetchone()
@@ -135,25 +128,25 @@ class SqlBackend:
             if len(found) > MAX_CHAIN or size > MAX_STORED_LENGTH:
                 raise TooLong
             following = record.previous or ""
-        with self._database.transaction():
+        with self.database.transaction():
             for record in found:
                 self._grow(tenant, record.id, 0)
         return found[::-1]
 
     def delete(self, tenant: str, id_: str) -> bool:
         """Delete a record with its parts; return whether it existed."""
-        with self._database.transaction():
+        with self.database.transaction():
             return self._delete(_ONE, tenant, id_) > 0
 
     def cancel(self, tenant: str, id_: str) -> None:
         """Request the process that generates a response to cancel it."""
-        with self._database.transaction():
+        with self.database.transaction():
             self._execute(f"UPDATE records SET cancelled = 1 WHERE {_ONE}", tenant, id_)
 
     def beat(self, tenant: str, ids: Sequence[str]) -> set[str]:
         """Record that responses are still being generated; return those cancelled or deleted."""
         stopped = set()
-        with self._database.transaction():
+        with self.database.transaction():
             for id_ in ids:
                 row = self._execute(
                     f"UPDATE records SET beat = beat + 1 WHERE {_ONE} RETURNING cancelled",
@@ -182,17 +175,17 @@ class SqlBackend:
             TooLong: a conversation would have too many items, or be too large.
         """
         self._make_room(sum(part.size for part in parts), tenant, id_)
-        with self._database.transaction():
+        with self.database.transaction():
             return self._add(tenant, id_, parts)
 
     def items(self, tenant: str, id_: str) -> list[Part] | None:
         """Return all items of a conversation, which counts as a use; None if it does not exist."""
-        with self._database.transaction():
+        with self.database.transaction():
             return self._parts(tenant, id_, 0) if self._grow(tenant, id_, 0) else None
 
     def delete_item(self, tenant: str, id_: str, item: str) -> bool:
         """Delete an item of a conversation; return whether it existed."""
-        with self._database.transaction():
+        with self.database.transaction():
             row = self._execute(
                 "DELETE FROM parts WHERE tenant = ? AND record = ? AND id = ? AND position >= 0"
                 " RETURNING length(body)",
@@ -203,7 +196,7 @@ class SqlBackend:
             return row is not None
 
     def _execute(self, statement: str, *values: object) -> Any:
-        return self._database.execute(statement, values)
+        return self.database.execute(statement, values)
 
     def _parts(
         self, tenant: str, id_: str, first: int, limit: int = MAX_STORED_ITEMS
@@ -242,7 +235,7 @@ class SqlBackend:
         """Add to the size of a record and mark it used; return its size, 0 if it does not exist."""
         row = self._execute(
             f"UPDATE records SET size = size + ?, used = ? WHERE {_ONE} RETURNING size",
-            by, self._database.now(), tenant, id_,
+            by, self.database.now(), tenant, id_,
         ).fetchone()  # fmt: skip
         if row is None:
             return 0
@@ -269,20 +262,20 @@ class SqlBackend:
 
         Runs in a separate transaction: a database cannot reuse space that it may have to restore.
         """
-        with self._database.transaction():
-            too_old = self._database.now() - self._max_age
+        with self.database.transaction():
+            too_old = self.database.now() - self.max_age
             expired = self._delete(
                 "(tenant, id) IN (SELECT tenant, id FROM records WHERE used < ?"
                 " AND NOT (tenant = ? AND id = ?) LIMIT 100)",
                 too_old, tenant, kept,
             )  # fmt: skip
             for _ in range(expired):
-                self._evicted("age")
+                self.evicted("age")
             while True:
                 (total,) = self._execute("SELECT coalesce(sum(bytes), 0) FROM tenants").fetchone()
                 self.total = int(total) + size
                 fits = self.total <= self.max_bytes
-                if fits and self._database.has_room(size):
+                if fits and self.database.has_room(size):
                     return
                 if size > self.max_bytes or not self._delete_oldest(tenant, kept):
                     if fits:
@@ -290,7 +283,7 @@ class SqlBackend:
                             "the store's file system is full, and no record can be deleted"
                         )
                     raise StoreFull(f"the store is limited to {self.max_bytes} bytes")
-                self._evicted("disk" if fits else "limit")
+                self.evicted("disk" if fits else "limit")
 
     def _delete_oldest(self, *kept: str) -> bool:
         """Delete the least recently used record of the tenant with the most bytes."""

@@ -89,7 +89,6 @@ class ChatTemplate:
     """A compiled template with the variables that it always has.
 
     Args:
-        source: the template.
         variables: special tokens such as `bos_token`, and defaults of arguments.
         tool_use: template for conversations with tools, if the model has a separate one.
 

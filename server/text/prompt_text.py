@@ -39,9 +39,6 @@ async def encode_prompt(
     """Return the token IDs of a prompt, and whether they are complete.
 
     Args:
-        tokenizer: of the model.
-        text: the prompt.
-        add_special_tokens: whether the tokenizer adds special tokens.
         longest: maximum tokens of a prompt; for a longer one an unspecified number is returned.
         keep: number of last tokens to return; None for all.
         keep_beginning: return the first `keep` tokens instead.

@@ -41,8 +41,6 @@ def preset_of(family: str, name: str, *, gguf: bool = False) -> Preset:
 
     Args:
         family: the `model_type` of its configuration.
-        name: its full name.
-        gguf: whether it is a GGUF file.
     """
     found: dict[str, Any] = {}
     for each in presets():

@@ -191,7 +191,6 @@ class ServedTokenizer:
                 chat_template.jinja, config.json and generation_config.json are used if present.
             model: settings that can replace the model's chat template and its source of sampling
                 defaults.
-            placeholders: image placeholders of a model that takes images.
 
         Raises:
             TokenizerError: a file is missing or invalid.

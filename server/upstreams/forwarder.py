@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection
 import httpx
 import msgspec
 
-from server.errors import MESSAGES_PREFIX, ApiError, rate_limited, unavailable
+from server.errors import MESSAGES_PREFIX, rate_limited, unavailable
 from server.http.call import Call
 from server.observe.metrics import FrontEndMetrics
 from server.tenant_budget import TenantBudget
@@ -82,12 +82,7 @@ class _WithModel(msgspec.Struct):
 
 
 class Forwarder:
-    """Forwards requests to the servers of their models.
-
-    Args:
-        routes: the server of each model.
-        metrics: counts forwarded requests.
-    """
+    """Forwards requests to the servers of their models."""
 
     def __init__(self, routes: ModelRoutes, metrics: FrontEndMetrics) -> None:
         self._routes = routes
@@ -120,7 +115,8 @@ class Forwarder:
         None for a call that was forwarded from another server.
         """
         routes = self._routes.current()
-        if not routes or _came_from_server(call):
+        headers = call.scope["headers"]
+        if not routes or any(name == b"via" and _VIA in value for name, value in headers):
             return None
         try:
             name = msgspec.json.decode(call.content, type=_WithModel).model
@@ -180,19 +176,11 @@ class Forwarder:
             await asyncio.sleep(pause)
             pause *= 2
         self._metrics.count("forwarded_requests", model, 503)
-        raise _unreachable(model)
+        raise unavailable(f"The server of the model {model!r} cannot be reached now; try again.")
 
     async def close(self) -> None:
         """Close all connections; unfinished streams are cut off."""
         await self._client.aclose()
-
-
-def _unreachable(model: str) -> ApiError:
-    return unavailable(f"The server of the model {model!r} cannot be reached now; try again.")
-
-
-def _came_from_server(call: Call) -> bool:
-    return any(name == b"via" and _VIA in value for name, value in call.scope["headers"])
 
 
 def _headers(call: Call) -> list[tuple[bytes, bytes]]:

@@ -75,13 +75,10 @@ class ModelRoutes:
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL
             if self._file.changed():
-                self._read_again()
+                try:
+                    self._routes = read_routes(self._file.path)
+                except BadModelRoutes as error:
+                    logger.error("keeping the old model routes: %s", error)
+                else:
+                    logger.info("reloaded the model routes: %s", ", ".join(self._routes) or "none")
         return self._routes
-
-    def _read_again(self) -> None:
-        try:
-            self._routes = read_routes(self._file.path)
-        except BadModelRoutes as error:
-            logger.error("keeping the old model routes: %s", error)
-        else:
-            logger.info("reloaded the model routes: %s", ", ".join(self._routes) or "none")

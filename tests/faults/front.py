@@ -19,7 +19,7 @@ from engine.shared.messages import (
     ViewChange,
 )
 from server.router.engine_client import BLOCK_QUERY_INTERVAL, TICK_INTERVAL
-from server.router.events import EngineHello, QueryBlocks, Tick
+from server.router.events import EngineHello, Tick
 from server.router.followed_view import FollowedView
 from server.router.shell import RouterShell
 from tests.faults.network import Process
@@ -114,7 +114,7 @@ class Front(Process):
         self.after(TICK_INTERVAL, self._client_tick)
 
     def _follow(self) -> None:
-        self.shell.handle(QueryBlocks())
+        self.shell.query_blocks()
         self.after(BLOCK_QUERY_INTERVAL, self._follow)
 
     # -- in --------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ class Place:
         self.statuses: list[ChildStatus] = []
         self.lines: list[str] = []
         self.ranks = Ranks(
-            cluster,  # type: ignore[arg-type]
-            Packing("fill", {"CPU": 1.0}),
+            cluster=cluster,  # type: ignore[arg-type]
+            packing=Packing("fill", {"CPU": 1.0}),
             environment={"HF_TOKEN": "x"},
             cluster_key=b"secret",
             planned={},

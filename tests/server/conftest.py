@@ -219,9 +219,7 @@ class FakeGenerationClient:
             return [UtilityResult(1, each, error="engines have no utility") for each in ranks]
         return [UtilityResult(1, each, {"blocks_forgotten": 7}) for each in reversed(ranks)]
 
-    async def order_fleet(
-        self, request: FleetRequest, within: float = 120.0
-    ) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         self.orders.append(request)
         info: dict[str, UtilityValue] = {"is_paused": True, "fleet_error": self.fleet_error}
         return [UtilityResult(1, rank, info) for rank in (0, 1)]

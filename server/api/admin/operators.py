@@ -261,7 +261,6 @@ async def _call(
 
 
 def _result(answer: UtilityResult) -> dict[str, UtilityValue]:
-    """Return the result of a utility call to an engine."""
     if answer.error is not None or not isinstance(answer.result, dict):
         raise invalid(f"Engine {answer.rank}: {answer.error}", code="utility_failed")
     return answer.result

@@ -127,12 +127,7 @@ class _Transfer:
         return bool(states[0]["is_open"])
 
     async def finish(self, version: str | None) -> None:
-        """Switch all engines to the weights that they have received.
-
-        Raises:
-            ApiError: an engine failed; all keep their previous weights.
-            NoEngineAvailable: no engine is available.
-        """
+        """Switch all engines to the weights that they have received; if one fails, none."""
         async with self._leaving_if_it_fails():
             infos = await self.call("info")
             updates = max(int(each["weight_updates"] or 0) for each in infos)

@@ -119,12 +119,7 @@ class _ChatMessages:
         self.removed_tools: set[str] = set()
 
     def add(self, message: dict[str, Any], path: str) -> None:
-        """Add a message.
-
-        Raises:
-            ApiError: there are too many: a turn may have many tool results.
-        """
-        if len(self.messages) == MAX_MESSAGES:
+        if len(self.messages) == MAX_MESSAGES:  # a turn may have many tool results
             raise invalid_field(
                 path, f"there are more than {MAX_MESSAGES} turns, tool results and system messages"
             )
@@ -217,11 +212,9 @@ class _MessageContent:
         return self.parts if self.fields else "\n".join(part["text"] for part in self.parts)
 
     def add_text(self, text: str) -> None:
-        """Add a text."""
         self.parts.append({"type": "text", "text": text})
 
     def prepend(self, text: str) -> None:
-        """Prepend a text."""
         if self.parts and self.parts[0]["type"] == "text":
             self.parts[0]["text"] = text + self.parts[0]["text"]
         else:
@@ -229,7 +222,6 @@ class _MessageContent:
             self.fields = {part + 1: field for part, field in self.fields.items()}
 
     def add_image(self, block: schema.ImageBlock, field: str) -> None:
-        """Add an image."""
         self.fields[len(self.parts)] = field
         part: dict[str, Any] = {"type": "image"}
         source = block.source
@@ -286,7 +278,6 @@ def _text(content: str | Sequence[schema.TextBlock]) -> str:
 
 
 def _read(block: schema.ResultBlock) -> str:
-    """Return a block as plain text."""
     match block:
         case schema.TextBlock():
             return block.text

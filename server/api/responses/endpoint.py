@@ -129,12 +129,7 @@ async def count_input_tokens(
 async def _answer_immediately(
     call: Call, services: Services, storage: RequestStorage, request: ResponsesRequest, earlier: int
 ) -> Response | items.Response:
-    """Start a response and return it before there is any output, or stream its events.
-
-    Raises:
-        ApiError: it exceeds the operator's limits, too many are being generated, or it cannot be
-            stored.
-    """
+    """Start a response and return it before there is any output, or stream its events."""
     model, _ = services.requested_model(request.model)
     services.tenancy.check(request.priority, pins_rank=call.pinned_rank is not None)
     store, owner = services.store, str(call.tenant.id)

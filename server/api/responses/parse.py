@@ -143,12 +143,10 @@ class _ChatMessages:
         self.paths: list[str] = []
 
     def add_message(self, role: str, content: str | list[dict[str, Any]], path: str) -> None:
-        """Add a message."""
         self.messages.append({"role": role, "content": content})
         self.paths.append(path)
 
     def add(self, item: schema.InputItem, path: str) -> None:
-        """Add an input item."""
         match item:
             case schema.MessageItem(role="assistant"):
                 _check_parts(item.content, path, may_refuse=True)

@@ -94,7 +94,6 @@ class RequestStorage:
         *args: P.args,
         **options: P.kwargs,
     ) -> Result:
-        """Call the store with the tenant's ID."""
         assert self._store is not None, "nothing else is asked without it"
         return await self._store.call(query, self._owner, *args, **options)
 
@@ -216,7 +215,6 @@ class RequestStorage:
         return items
 
     async def _resolved(self, items: Sequence[Any]) -> list[Any]:
-        """Return items with references resolved."""
         outputs: dict[str, Any] = {}
         sizes: dict[str, int] = {}
         resolved: list[Any] = []

@@ -229,7 +229,6 @@ def _store(services: Services) -> ResponseStore:
 async def _call_store(
     services: Services, request: Request, query: Callable[..., T], *args: Any, **options: Any
 ) -> T:
-    """Call the store with the tenant's ID."""
     return await store_call(_store(services).call(query, _owner(request), *args, **options))
 
 

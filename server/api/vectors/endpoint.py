@@ -107,7 +107,6 @@ async def classify(body: schema.ClassifyRequest, call: Call, services: ServicesD
 
 
 def _is_per_token(task: Task | TokenTask | None, called: PooledCall) -> bool:
-    """Return whether the result is one vector per token."""
     spec = called.model.spec
     if task is None:
         return spec.tokens is not None and spec.tokens.is_usual

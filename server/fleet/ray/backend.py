@@ -33,7 +33,6 @@ class RayBackend:
     """Places the engines of one supervisor on a Ray cluster.
 
     Args:
-        config: the settings of `swell serve`.
         directory: private directory of this node, for a generated key.
 
     Raises:
@@ -79,8 +78,8 @@ class RayBackend:
         has_own_key = key_file != config.cluster.cluster_key_file
         self.joined = Joining(joined, leads=True, is_single_node=False, is_new=has_own_key)
         self._ranks = Ranks(
-            self._cluster,
-            packing,
+            cluster=self._cluster,
+            packing=packing,
             environment=copied_environment(config.ray.ray_env, os.environ),
             cluster_key=None if key_file is None else Path(key_file).read_bytes(),
             planned={f"engine {rank}": node.id for rank, node in enumerate(planned, len(existing))},
@@ -93,8 +92,7 @@ class RayBackend:
             )
 
     def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
-        """Return the settings with a coordinator address reachable from other nodes, and its
-        key."""
+        """Return the settings with a coordinator address for other nodes, and its key."""
         host = config.nodes.data_parallel_address or self._cluster.host
         port = first_free_ports(host, config.nodes.data_parallel_rpc_port, COORDINATOR_PORTS)
         key_file = config.cluster.cluster_key_file

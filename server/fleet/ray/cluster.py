@@ -139,7 +139,6 @@ class RayCluster:
         """Request a placement group on one node.
 
         Args:
-            bundle: the resources.
             node: id of the node; None: any with enough resources, now or later.
             excluded: ids of excluded nodes.
         """
@@ -329,11 +328,7 @@ def _running_here() -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Check quickly that an address is reachable; Ray would take a minute to fail.
-
-    Raises:
-        CannotServe: nothing listens there.
-    """
+    """Check quickly that an address is reachable; Ray would take a minute to fail."""
     if "://" in address or address == "auto":
         if address.startswith("ray://"):
             raise CannotServe(

@@ -118,7 +118,6 @@ class Packing:
         )
 
     def _count(self, resources: Resources) -> int:
-        """Return the number of ranks that these resources suffice for."""
         counts = [
             int(resources.get(name, 0.0) / amount + _ROUNDING)
             for name, amount in self.needs.items()

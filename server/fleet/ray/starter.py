@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -166,36 +167,23 @@ AVOID_SECONDS = 30.0
 """How long a node that lost a rank is a last resort: Ray detects lost nodes only later."""
 
 
+@dataclass(kw_only=True)
 class Ranks:
     """State shared by all ranks: the cluster, and the ranks per node."""
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        packing: Packing,
-        *,
-        environment: dict[str, str],
-        cluster_key: bytes | None,
-        planned: dict[str, str],
-        existing: Mapping[str, Group],
-    ) -> None:
-        """Make the shared state.
-
-        Args:
-            environment: variables for every engine.
-            cluster_key: the cluster's shared secret.
-            planned: node id of each rank's first placement, by role name.
-            existing: placement groups created by others, by role name.
-        """
-        self.cluster = cluster
-        self.packing = packing
-        self.environment = environment
-        self.cluster_key = cluster_key
-        self.planned = planned
-        self.existing = existing
-        self.ranks_per_node: Counter[str] = Counter()
-        """Number of ranks per node id."""
-        self._avoided: dict[str, float] = {}
+    cluster: RayCluster
+    packing: Packing
+    environment: dict[str, str]
+    """Variables for every engine."""
+    cluster_key: bytes | None
+    """The cluster's shared secret."""
+    planned: dict[str, str]
+    """Node id of each rank's first placement, by role name."""
+    existing: Mapping[str, Group]
+    """Placement groups created by others, by role name."""
+    ranks_per_node: Counter[str] = field(default_factory=Counter)
+    """Number of ranks per node id."""
+    _avoided: dict[str, float] = field(default_factory=dict)
 
     def avoid(self, node: str) -> None:
         """Make a node a last resort, after it lost a rank with its actor."""
@@ -264,8 +252,7 @@ class RankHandle(RayHandle):
             return next((node.name for node in nodes if node.id == node_id), node_id)
 
     async def _use_existing(self, group: Group) -> str:
-        """Wait until an existing placement group is placed, or placed again after a node's
-        death."""
+        """Wait until a group is placed, or placed again after a node's death."""
         self._group = group
         while True:
             node_id = await self._ranks.cluster.placed_on(group)

@@ -34,7 +34,7 @@ class Engines:
     def check_accepts_requests(self) -> None:
         pass
 
-    async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         self.orders.append(request)
         return []
 

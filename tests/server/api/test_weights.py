@@ -37,7 +37,7 @@ class Engines:
     def check_accepts_requests(self) -> None:
         pass
 
-    async def order_fleet(self, request: FleetRequest, within: float = 0) -> list[UtilityResult]:
+    async def order_fleet(self, request: FleetRequest) -> list[UtilityResult]:
         self.orders.append(request)
         return []
 
@@ -138,7 +138,7 @@ def test_concurrent_updates_leave_all_engines_in_agreement(
 def test_rejected_weight_order_is_reverted_everywhere() -> None:
     engines = Engines()
 
-    async def silent(request: FleetRequest, within: float = 0) -> list[UtilityResult]:
+    async def silent(request: FleetRequest) -> list[UtilityResult]:
         raise NoEngineAvailable("the coordinator has not taken the order")
 
     engines.order_fleet = silent  # type: ignore[method-assign]

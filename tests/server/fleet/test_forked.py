@@ -9,13 +9,10 @@ from engine.shared.config.execution import ExecutorConfig
 from engine.shared.config.model import ModelConfig
 from server.config import ServeConfig
 from server.config.fleet import RayConfig, SupervisorConfig
-from server.fleet.forking import ForkableKinds, forkable_kinds
+from server.fleet.forking import forkable_kinds
 
-BOTH, NEITHER = (
-    ForkableKinds(engines=True, front_ends=True),
-    ForkableKinds(engines=False, front_ends=False),
-)
-FRONT_ENDS = ForkableKinds(engines=False, front_ends=True)
+BOTH, NEITHER = (True, True), (False, False)
+ENGINES, FRONT_ENDS = (True, False), (False, True)
 
 
 def choose(
@@ -25,7 +22,7 @@ def choose(
     can_fork: bool = True,
     devices: int = 0,
     **sections: Any,
-) -> ForkableKinds:
+) -> tuple[bool, bool]:
     engine = EngineConfig(**sections)
     return forkable_kinds(config, [engine] * engines, can_fork=can_fork, devices=devices)
 
@@ -43,7 +40,7 @@ def test_nothing_is_forked_if_disabled_or_unsupported() -> None:
 def test_one_process_of_a_kind_loads_its_libraries_itself() -> None:
     one = ServeConfig(supervisor=SupervisorConfig(api_server_count=1))
     assert choose(one, engines=1) == NEITHER
-    assert choose(one) == ForkableKinds(engines=True, front_ends=False)
+    assert choose(one) == ENGINES
     assert choose(engines=0) == FRONT_ENDS
 
 

@@ -12,14 +12,16 @@ import psutil
 import pytest
 
 from engine.shared.messages import ChildReady, ChildStatus
-from server.fleet.child import Child, Program, watch_children_without_threads
-from server.fleet.forking import Template, can_fork
+from server.fleet.child import Child, Program, has_pidfds, watch_children_without_threads
+from server.fleet.forking import Template
 from tests.server.conftest import RunLoop
 from tests.support.waiting import until, until_async
 
 pytestmark = [
     pytest.mark.slow,  # it starts processes
-    pytest.mark.skipif(not can_fork(), reason="this system cannot give a fork to its grandparent"),
+    pytest.mark.skipif(
+        not has_pidfds(), reason="this system cannot give a fork to its grandparent"
+    ),
 ]
 
 PROCESS = """

@@ -1,7 +1,7 @@
 """Engine utility calls: exactly one result per called engine."""
 
 from engine.shared.messages import UtilityResult
-from server.router.events import Action, Call, CallResult
+from server.router.events import Action, CallResult
 from server.router.router import UtilityCalls
 from tests.server.router.known_engines import members_of
 
@@ -10,7 +10,7 @@ FRONT_END = 3
 
 def begun(calls: UtilityCalls, call_id: int, rank: int | None, *incarnations: int) -> list[Action]:
     routes = members_of(*incarnations).routes.values()
-    return calls.begin(Call(call_id, rank, "sleep", {"level": 1}), routes)
+    return calls.begin(call_id, rank, "sleep", {"level": 1}, routes)
 
 
 def test_unknown_and_repeated_answers_change_nothing() -> None:

@@ -17,20 +17,15 @@ from engine.shared.messages import (
 )
 from server.router.events import (
     Action,
-    Call,
-    CallOverdue,
     CallResult,
-    Close,
     Count,
     Deliver,
     EngineHello,
     Event,
     Notify,
-    Refuse,
     Send,
     SendIfReachable,
     SendsFailed,
-    Submit,
     Tick,
     Woken,
 )
@@ -68,8 +63,12 @@ def new_request(
 
 def submitted(router: Router, *, now: float = 0.0) -> RoutedRequest:
     request = new_request()
-    router.handle(Submit(request), now)
+    router.submit(request, now)
     return request
+
+
+def call(router: Router, call_id: int, rank: int | None) -> list[Action]:
+    return router.calls.begin(call_id, rank, "info", {}, router.members.routes.values())
 
 
 def sends(actions: list[Action]) -> list[Send]:
@@ -78,19 +77,19 @@ def sends(actions: list[Action]) -> list[Send]:
 
 def test_a_request_is_sent_and_its_tokens_are_delivered() -> None:
     router, request = with_engines(10), new_request()
-    [send] = router.handle(Submit(request), 1.0)
+    [send] = router.submit(request, 1.0)
     assert isinstance(send, Send)
     assert (send.to, send.message) == (b"10", request.message)
     output = RequestOutput(request.id, [5], "stop")
     message = StepOutputs(stats(0, 10, 1, running=1), [output])
     assert router.handle(message, 2.0) == [Deliver([(request, output)])]
-    assert router.handle(Close(request), 3.0) == []
+    assert router.close(request, 3.0) == []
 
 
 def test_waking_paused_engines_notifies_the_coordinator_and_is_timed() -> None:
     router = with_engines(10)
     router.handle(view(2, entry(0, 10), running=False), 0.0)
-    actions = router.handle(Submit(new_request()), 1.0)
+    actions = router.submit(new_request(), 1.0)
     assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
     assert router.handle(StepOutputs(stats(0, 10, 1, running=1), []), 1.25) == [Woken(0.25)]
 
@@ -108,10 +107,10 @@ def test_request_that_no_engine_can_serve_is_refused(
 ) -> None:
     router = with_engines(10)
     router.handle(EngineDead(0, 10, "boom"), 0.0)
-    [refused] = router.handle(Submit(new_request(pinned_rank=pinned_rank)), 0.0)
-    assert isinstance(refused, Refuse)
-    assert type(refused.error) is error
-    assert str(refused.error) == why
+    with pytest.raises(error) as refused:
+        router.submit(new_request(pinned_rank=pinned_rank), 0.0)
+    assert refused.type is error
+    assert str(refused.value) == why
     assert not router.delivery.in_flight
 
 
@@ -121,11 +120,11 @@ def test_later_sequences_wait_if_all_engines_die_at_start(
 ) -> None:
     router = with_engines(10)
     first = new_request("r", pinned_rank)
-    [send] = sends(router.handle(Submit(first), 0.0))
+    [send] = sends(router.submit(first, 0.0))
     router.handle(SendsFailed([send]), 0.0)
     router.handle(EngineDead(0, 10, "boom"), 0.0)
     later = new_request("r-1", pinned_rank, group=first.id)
-    assert router.handle(Submit(later), 0.0) == []
+    assert router.submit(later, 0.0) == []
     router.handle(view(2, entry(0, 11), running=True), 1.0)
     sent = sends(router.handle(EngineHello(b"11", RouteHello(0, 11, 1)), 1.0))
     assert [each.message for each in sent] == [first.message, later.message]
@@ -134,16 +133,14 @@ def test_later_sequences_wait_if_all_engines_die_at_start(
 def test_closed_request_is_aborted_once() -> None:
     router = with_engines(10)
     request = submitted(router)
-    assert router.handle(Close(request), 1.0) == [
-        SendIfReachable(b"10", AbortRequests([request.id]))
-    ]
-    assert router.handle(Close(request), 1.0) == []
+    assert router.close(request, 1.0) == [SendIfReachable(b"10", AbortRequests([request.id]))]
+    assert router.close(request, 1.0) == []
 
 
 def test_failed_send_goes_to_next_engine_without_suspicion() -> None:
     router = with_engines(10, 11)
     request = new_request()
-    [first] = sends(router.handle(Submit(request), 0.0))
+    [first] = sends(router.submit(request, 0.0))
     [second] = sends(router.handle(SendsFailed([first]), 0.0))
     assert {first.rank, second.rank} == {0, 1}
     assert request.engine == (second.rank, second.incarnation)
@@ -156,7 +153,7 @@ def test_failed_sends_suspect_only_requests_already_running_there() -> None:
     router = with_engines(10)
     before = submitted(router)
     router.handle(EngineDead(0, 9, "a predecessor's"), 0.0)
-    failing = [sends(router.handle(Submit(new_request(str(i))), 0.0))[0] for i in range(3)]
+    failing = [sends(router.submit(new_request(str(i)), 0.0))[0] for i in range(3)]
     unsent = [router.delivery.in_flight[send.message.id] for send in failing]  # type: ignore[union-attr]
     actions = router.handle(SendsFailed(failing), 0.0)
     assert [type(action) for action in actions] == [SendIfReachable, Count]
@@ -224,7 +221,7 @@ def test_known_view_changes_nothing() -> None:
 
 def test_callers_of_an_engine_that_dies_are_answered_by_incarnation() -> None:
     router = with_engines(10, 11)
-    [_, send] = sends(router.handle(Call(1, None, "info", {}), 0.0))
+    [_, send] = sends(call(router, 1, None))
     assert send.message == UtilityCall(1, 0, "info", {})
     router.handle(UtilityResult(1, 0, {"rank": 0}), 0.0)
     assert router.handle(EngineDead(1, 9, "a predecessor's"), 0.0) == []
@@ -235,10 +232,10 @@ def test_callers_of_an_engine_that_dies_are_answered_by_incarnation() -> None:
 
 def test_calls_end_on_engine_loss_failed_send_or_timeout() -> None:
     router = with_engines(10, 11, 12)
-    calls = {rank: sends(router.handle(Call(rank, rank, "info", {}), 0.0)) for rank in range(3)}
+    calls = {rank: sends(call(router, rank, rank)) for rank in range(3)}
     by_view = router.handle(view(2, entry(1, 11), entry(2, 12), running=True), 0.0)
     by_send = router.handle(SendsFailed(calls[1]), 0.0)
-    by_clock = router.handle(CallOverdue(2, "within 1 s"), 0.0)
+    by_clock = router.calls.overdue(2, "within 1 s")
     answers = [a for a in (*by_view, *by_send, *by_clock) if isinstance(a, CallResult)]
     assert [answer.call_id for answer in answers] == [0, 1, 2]
-    assert not router.calls
+    assert not any(router.calls.overdue(each, "within 2 s") for each in calls)

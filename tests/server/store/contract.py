@@ -31,7 +31,7 @@ def store(opener: Opener) -> Iterator[SqlBackend]:
 def clock(store: SqlBackend, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A store's clock: a list with the current time."""
     time = [1.0]
-    monkeypatch.setattr(store._database, "now", lambda: time[0])
+    monkeypatch.setattr(store.database, "now", lambda: time[0])
     return time
 
 
@@ -210,8 +210,8 @@ def test_events_stay_in_order_and_are_deleted_with_their_response(store: SqlBack
 
 def total(store: SqlBackend) -> int:
     """Return the accounted bytes, which must equal the stored bytes."""
-    (counted,) = store._database.execute("SELECT sum(bytes) FROM tenants").fetchone()
-    (found,) = store._database.execute("SELECT sum(size) FROM records").fetchone()
+    (counted,) = store.database.execute("SELECT sum(bytes) FROM tenants").fetchone()
+    (found,) = store.database.execute("SELECT sum(size) FROM records").fetchone()
     assert counted == found
     return int(counted)
 
