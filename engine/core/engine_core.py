@@ -156,7 +156,7 @@ class EngineCore:
         """Whether `step` has anything to compute or to send."""
         if self.steps.any_in_flight or self._front_ends.has_messages:
             return True
-        return self._scheduler.needs_step and not self.halting.is_halted
+        return self._scheduler.needs_plan and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
