@@ -238,9 +238,9 @@ class CoordinatorState:
             return [joined, PublishOrder(self._front_ends_order())]
         actions: list[Action] = [joined]
         for number, member in list(self._members.front_ends.items()):
-            field = differing_model(member.group_config, hello.group_config)
+            field = differing_model(member.hello.group_config, hello.group_config)
             if field is not None:
-                value, engines = member.group_config.get(field), hello.group_config[field]
+                value, engines = member.hello.group_config.get(field), hello.group_config[field]
                 why = f"was removed: its {field} is {value!r}, but the engines' is {engines!r}"
                 actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
