@@ -30,6 +30,7 @@ class _Entry:
     outcome: AdapterLoadResult | None = None
 
 
+@dataclass(eq=False)
 class AdapterManager:
     """Synchronizes an engine's adapters with the cluster's table.
 
@@ -39,17 +40,12 @@ class AdapterManager:
         report: called with the table and its entries' outcomes whenever these change.
     """
 
-    def __init__(
-        self,
-        config: LoraConfig,
-        store: AdapterStore[Any] | None,
-        scheduler: Scheduler,
-        report: Callable[[AdapterTable, list[AdapterLoadResult]], None],
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._scheduler = scheduler
-        self._report = report
+    config: LoraConfig
+    store: AdapterStore[Any] | None
+    scheduler: Scheduler
+    report: Callable[[AdapterTable, list[AdapterLoadResult]], None]
+
+    def __post_init__(self) -> None:
         self._table = AdapterTable(-1)
         self._entries: dict[int, _Entry] = {}
         self.keeps_unlisted = False
@@ -59,7 +55,7 @@ class AdapterManager:
 
     def take(self, table: AdapterTable) -> None:
         """Apply a table: load new entries, forget removed ones."""
-        if self._store is None or table.revision < self._table.revision:
+        if self.store is None or table.revision < self._table.revision:
             return
         if table == self._table:
             return  # repeated
@@ -75,19 +71,19 @@ class AdapterManager:
             ):
                 current.entry = entry
             else:
-                self._entries[serial] = self._start_loading(entry, self._store)
+                self._entries[serial] = self._start_loading(entry, self.store)
         self.sweep()
         self._report_outcomes()
 
     def _start_loading(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Entry:
         if entry.version and entry.version in store:
-            self._scheduler.adapters.held.add(entry.version)
+            self.scheduler.adapters.held.add(entry.version)
             return _Entry(entry, None, AdapterLoadResult(entry.serial, entry.version))
         others = sum(each.entry.state != "leaving" for each in self._entries.values())
-        if entry.state != "leaving" and others >= self._config.max_held:
+        if entry.state != "leaving" and others >= self.config.max_held:
             error = f"there are {others} adapters already (--max-cpu-loras)"
             return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
-        root = self._config.lora_dir if entry.confined else None
+        root = self.config.lora_dir if entry.confined else None
         if entry.confined and root is None:
             error = "adapters can only be loaded from below --lora-dir, which is not set"
             return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
@@ -114,7 +110,7 @@ class AdapterManager:
             logger.error("adapter %s cannot be served: %s", entry.name, error)
             return AdapterLoadResult(entry.serial, error=str(error))
         logger.info("adapter %s is loaded, version %s", entry.name, version)
-        self._scheduler.adapters.held.add(version)
+        self.scheduler.adapters.held.add(version)
         return AdapterLoadResult(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
@@ -129,33 +125,33 @@ class AdapterManager:
 
     def _report_outcomes(self) -> None:
         outcomes = (entry.outcome for entry in self._entries.values())
-        self._report(self._table, [outcome for outcome in outcomes if outcome is not None])
+        self.report(self._table, [outcome for outcome in outcomes if outcome is not None])
 
     def sweep(self) -> None:
         """Drop adapters that are not on the table and have no requests left."""
-        if self._store is None:
+        if self.store is None:
             return
         listed = {entry.outcome.version for entry in self._entries.values() if entry.outcome}
         if any(entry.loading is not None for entry in self._entries.values()):
             return  # an entry being loaded may be the same adapter
         self.keeps_unlisted = False
-        for version in self._store:
+        for version in self.store:
             if version in listed:
                 continue
-            if self._scheduler.uses_adapter(version):
+            if self.scheduler.uses_adapter(version):
                 self.keeps_unlisted = True
                 continue
-            self._scheduler.adapters.drop(version)
-            self._store.drop(version)
+            self.scheduler.adapters.drop(version)
+            self.store.drop(version)
 
     # -- queries and pins ------------------------------------------------------------------------
 
     def load(self) -> AdapterLoad | None:
         """Return the adapters in use by steps; None if adapters are disabled."""
-        if self._store is None:
+        if self.store is None:
             return None
-        slots = self._scheduler.adapters
-        return AdapterLoad(slots.residents, slots.running, self._scheduler.waiting_adapters)
+        slots = self.scheduler.adapters
+        return AdapterLoad(slots.residents, slots.running, self.scheduler.waiting_adapters)
 
     def versions(self) -> dict[str, str]:
         """Return the version of each adapter that requests can name."""
@@ -173,7 +169,7 @@ class AdapterManager:
         Raises:
             CannotDo: there is no such adapter, or no slot would be left for others.
         """
-        if not self._scheduler.adapters.pin(self._version(name)):
+        if not self.scheduler.adapters.pin(self._version(name)):
             raise CannotDo("one slot has to stay for other adapters: raise --max-loras")
 
     def unpin(self, name: str) -> None:
@@ -182,7 +178,7 @@ class AdapterManager:
         Raises:
             CannotDo: there is no such adapter.
         """
-        self._scheduler.adapters.unpin(self._version(name))
+        self.scheduler.adapters.unpin(self._version(name))
 
     def _version(self, name: str) -> str:
         version = self.versions().get(name)
