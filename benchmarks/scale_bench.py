@@ -32,7 +32,7 @@ import psutil
 import zmq
 
 from engine.shared.config import ClusterConfig
-from engine.shared.membership import Identity, Joined, Membership
+from engine.shared.membership import Joined, Membership
 from engine.shared.messages import (
     CoordinatorReply,
     EngineCounters,
@@ -41,6 +41,7 @@ from engine.shared.messages import (
     FrontEndAddresses,
     FrontEnds,
     GroupOrder,
+    Hello,
     Received,
     RouteHello,
     encode,
@@ -114,7 +115,7 @@ class _Fleet:
 
     def _engine(self, address: str, rank: int) -> _Engine:
         incarnation = secrets.randbits(48)
-        identity = Identity(
+        identity = Hello(
             kind="engine", index=rank, incarnation=incarnation, host=f"node-{rank // 8}",
             pid=rank, group_config={"model": "m", "dtype": "bfloat16"}, addresses=None,
         )  # fmt: skip
@@ -205,8 +206,8 @@ class _Received:
     metrics_seconds: float = 0.0
 
 
-def _identity(index: int, incarnation: int, addresses: FrontEndAddresses) -> Identity:
-    return Identity(
+def _identity(index: int, incarnation: int, addresses: FrontEndAddresses) -> Hello:
+    return Hello(
         kind="front_end", index=index, incarnation=incarnation, host=f"node-{index}",
         pid=os.getpid(), group_config={"model": "m"}, addresses=addresses,
     )  # fmt: skip

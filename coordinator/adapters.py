@@ -41,8 +41,9 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self.table: AdapterTable | None = None
         """None until a member brings one: engines have no adapters, or none has registered."""
-        self._held: dict[Process, dict[int, AdapterLoadResult]] = {}
-        self._known: dict[Process, AdaptersInUse] = {}
+        self.held: dict[Process, dict[int, AdapterLoadResult]] = {}
+        """Last report of each engine, by serial."""
+        self.known: dict[Process, AdaptersInUse] = {}
         """Last report of each front end."""
         self._left_at: dict[int, int] = {}
         """Revision in which an entry entered the "leaving" state, by serial."""
@@ -67,22 +68,10 @@ class AdapterRegistry:
                 self._left_at.setdefault(entry.serial, table.revision)
         return True
 
-    def engine_reported(self, engine: Process, held: Collection[AdapterLoadResult]) -> None:
-        """Record an engine's report of its adapters' states."""
-        self._held[engine] = {each.serial: each for each in held}
-
-    def engine_left(self, engine: Process) -> None:
-        """Forget an engine that has left."""
-        self._held.pop(engine, None)
-
     def versions(self, engine: Process) -> list[str]:
         """Return the versions that an engine has reported as loaded."""
-        held = self._held.get(engine, {}).values()
+        held = self.held.get(engine, {}).values()
         return sorted({each.version for each in held if each.version})
-
-    def front_end_reported(self, front_end: Process, message: AdaptersInUse) -> None:
-        """Record the revision that a front end knows and the versions it has requests for."""
-        self._known[front_end] = message
 
     def handle_request(self, request: AdapterRequest) -> None:
         """Handle a load or unload request. Idempotent: senders repeat it until it is answered."""
@@ -135,14 +124,14 @@ class AdapterRegistry:
             front_ends: all registered front ends.
         """
         self._engines, self._front_ends = frozenset(engines), frozenset(front_ends)
-        self._known = {each: self._known[each] for each in front_ends if each in self._known}
+        self.known = {each: self.known[each] for each in front_ends if each in self.known}
         if self.table is None:
             return False
         before = self.table, len(self._outcomes), len(self._awaited)
         for entry in self.table.entries:
             if entry.state == "loading" and self._engines:
                 self._check_loading(entry)
-        known = [self._known.get(front_end) for front_end in self._front_ends]
+        known = [self.known.get(front_end) for front_end in self._front_ends]
         # Engines drop entries that no front end has requests for.
         removed = set()
         for entry in self.table.entries:
@@ -165,7 +154,7 @@ class AdapterRegistry:
 
     def _check_loading(self, entry: AdapterEntry) -> None:
         """Start serving an entry that all engines have loaded; drop one that any cannot load."""
-        found = {engine: self._held.get(engine, {}).get(entry.serial) for engine in self._engines}
+        found = {engine: self.held.get(engine, {}).get(entry.serial) for engine in self._engines}
         for (rank, _), held in sorted(found.items()):
             if held is not None and held.error:
                 self._drop(entry, f"{held.error} (engine {rank})")

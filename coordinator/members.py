@@ -9,7 +9,7 @@ timeout, unless the launch parameters exclude such members.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.agreement import refused_by_protocol, refused_by_settings
 from engine.shared.membership import JOIN_TIMEOUT
@@ -18,7 +18,6 @@ from engine.shared.messages import (
     EngineEntry,
     EngineSetup,
     EngineStats,
-    FrontEndAddresses,
     FrontEndEntry,
     Goodbye,
     GroupStatus,
@@ -29,7 +28,6 @@ from engine.shared.messages import (
     Ready,
     Refused,
 )
-from engine.shared.scope import EVERYTHING, Scope
 
 MAX_WAIT = JOIN_TIMEOUT / 2
 """Maximum seconds after start before a coordinator assigns numbers, which bounds the wait of
@@ -42,21 +40,15 @@ class Member:
 
     index: int
     incarnation: int
-    host: str
-    pid: int
+    hello: Hello
     process: ProcessEntry
     """The member's entry in published views."""
     last_seen: float
     ready: bool = False
     draining: bool = False
-    group_config: dict[str, str] = field(default_factory=dict)
-    addresses: FrontEndAddresses | None = None
-    scope: Scope = EVERYTHING
     setup: EngineSetup | None = None
     stats: EngineStats | None = None
     group_status: GroupStatus | None = None
-    protocol: int = 0
-    takes_changes: bool = False
 
 
 class Members:
@@ -115,7 +107,7 @@ class Members:
             return refusal
         holder = self.of(hello.kind).get(hello.index)
         if holder is not None and holder.incarnation != hello.incarnation:
-            where = f"pid {holder.pid} on {holder.host}"
+            where = f"pid {holder.hello.pid} on {holder.hello.host}"
             if hello.given:
                 return Refused(
                     f"{hello.kind} {hello.index} was silent for so long that its number was "
@@ -128,7 +120,7 @@ class Members:
                 final=False,
             )
         others = {
-            peer.index: peer.group_config
+            peer.index: peer.hello.group_config
             for peer in self.engines.values()
             if hello.kind != "engine" or peer.incarnation != hello.incarnation
         }
@@ -138,11 +130,7 @@ class Members:
         """Register a newcomer under an assigned number."""
         name = f"{'engine' if hello.kind == 'engine' else 'api'} {index}"
         process = ProcessEntry(name, hello.host, hello.version, hello.protocol, None)
-        self.of(hello.kind)[index] = Member(
-            index, hello.incarnation, hello.host, hello.pid, process, now,
-            group_config=hello.group_config, addresses=hello.addresses, scope=hello.scope,
-            protocol=hello.protocol, takes_changes=hello.takes_changes,
-        )  # fmt: skip
+        self.of(hello.kind)[index] = Member(index, hello.incarnation, hello, process, now)
         if hello.kind == "engine":
             # A member that was only silent for a while returns with the same incarnation.
             known = self._last_incarnation.get(index)
@@ -154,13 +142,13 @@ class Members:
     def is_balanced_externally(self) -> bool:
         """Whether every front end serves exactly one engine, so that no member needs loads."""
         front_ends = self.front_ends.values()
-        return bool(front_ends) and all(each.scope.rank is not None for each in front_ends)
+        return bool(front_ends) and all(each.hello.scope.rank is not None for each in front_ends)
 
     @property
     def accept_changes(self) -> bool:
         """Whether there are front ends and all of them accept incremental views."""
         front_ends = self.front_ends.values()
-        return bool(front_ends) and all(each.takes_changes for each in front_ends)
+        return bool(front_ends) and all(each.hello.takes_changes for each in front_ends)
 
     @property
     def ready_engines(self) -> set[tuple[int, int]]:
@@ -180,7 +168,7 @@ class Members:
         """
         return [
             EngineEntry(
-                member.index, member.incarnation, member.ready, member.host,
+                member.index, member.incarnation, member.ready, member.hello.host,
                 self._restarts[member.index], member.setup, member.stats, member.draining,
                 adapters((member.index, member.incarnation)),
             )
@@ -191,10 +179,14 @@ class Members:
         """Return the entries that describe the front ends to engines."""
         return [
             FrontEndEntry(
-                member.index, member.incarnation, member.addresses, member.scope, member.protocol
+                member.index,
+                member.incarnation,
+                addresses,
+                member.hello.scope,
+                member.hello.protocol,
             )
             for member in self.front_ends.values()
-            if member.addresses is not None
+            if (addresses := member.hello.addresses) is not None
         ]
 
 

@@ -66,20 +66,15 @@ class ViewChanges:
         self._version: int | None = None
         self._engines: dict[int, EngineEntry] = {}
         self._processes: dict[str, ProcessEntry] = {}
-        self._partly_sent: dict[int, None] = {}
+        self.partly_sent: dict[int, None] = {}
         """Ranks of engines whose latest stats were sent only in part, oldest first."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether parts of the last view are still unsent."""
-        return bool(self._partly_sent)
 
     def record_full(self, view: ClusterView) -> None:
         """Record that a whole view is published."""
         self._version = view.version
         self._engines = {each.rank: each for each in view.engines}
         self._processes = {each.name: each for each in view.processes}
-        self._partly_sent = {}
+        self.partly_sent = {}
 
     def since(self, view: ClusterView) -> ViewChange | None:
         """Return the change since the last view and record it as sent; None before a whole view."""
@@ -95,14 +90,14 @@ class ViewChanges:
             if entry != (sent := known.get(entry.rank)):
                 changed[entry.rank] = None if sent is None else _load_change(sent, entry)
         for rank in left:
-            self._partly_sent.pop(rank, None)
+            self.partly_sent.pop(rank, None)
         for rank, load in changed.items():
             if load is not None:
-                self._partly_sent.setdefault(rank)
+                self.partly_sent.setdefault(rank)
             else:
-                self._partly_sent.pop(rank, None)
-        for rank in [*self._partly_sent][:FULL_ENTRIES_PER_CHANGE]:
-            del self._partly_sent[rank]
+                self.partly_sent.pop(rank, None)
+        for rank in [*self.partly_sent][:FULL_ENTRIES_PER_CHANGE]:
+            del self.partly_sent[rank]
             changed[rank] = None
         head = replace(
             view,
@@ -140,7 +135,6 @@ def _load_change(sent: EngineEntry, entry: EngineEntry) -> LoadChange | None:
 
 
 def _differ_in_load_only(before: EngineStats, stats: EngineStats) -> bool:
-    """Return whether all fields that must be published immediately are equal."""
     return (
         before.topology == stats.topology
         and before.wave_running == stats.wave_running

@@ -145,7 +145,7 @@ class CoordinatorState:
             case FleetRequest():
                 actions += self._order_fleet(self._fleet.handle_request(event))
             case AdaptersInUse(front_end, incarnation):
-                self._adapters.front_end_reported((front_end, incarnation), event)
+                self._adapters.known[front_end, incarnation] = event
             case TenantsInUse(front_end, incarnation):
                 is_member = (front_end, incarnation) in self._members.all_front_ends
                 self._publication.changed |= is_member and self._tenants.take(event)
@@ -220,7 +220,6 @@ class CoordinatorState:
         return [*actions, Reply(sender, self._welcome(hello, index))]
 
     def _exceeds_plan(self, hello: Hello) -> Refused | None:
-        """Return why an engine with an explicit rank is refused, None if it is not."""
         number, planned = self._expected.number or 0, self._expected.planned
         if planned is None or hello.kind != "engine" or hello.given or hello.index < number:
             return None
@@ -239,9 +238,9 @@ class CoordinatorState:
             return [joined, PublishOrder(self._front_ends_order())]
         actions: list[Action] = [joined]
         for number, member in list(self._members.front_ends.items()):
-            field = differing_model(member.group_config, hello.group_config)
+            field = differing_model(member.hello.group_config, hello.group_config)
             if field is not None:
-                value, engines = member.group_config.get(field), hello.group_config[field]
+                value, engines = member.hello.group_config.get(field), hello.group_config[field]
                 why = f"was removed: its {field} is {value!r}, but the engines' is {engines!r}"
                 actions += self._remove("front_end", number, why)
         self._choose_wave(hello)
@@ -289,7 +288,8 @@ class CoordinatorState:
         member.group_status = message.group_status
         member.process = replace(member.process, use=message.use)
         if message.kind == "engine":
-            self._adapters.engine_reported((message.index, message.incarnation), message.adapters)
+            engine = message.index, message.incarnation
+            self._adapters.held[engine] = {each.serial: each for each in message.adapters}
         actions: list[Action] = [Reply(sender, HeartbeatAck(epoch, known=True))]
         if isinstance(message, Draining) and not member.draining:
             member.draining, member.ready = True, False
@@ -317,7 +317,7 @@ class CoordinatorState:
     ) -> list[Action]:
         member = self._members.of(kind).pop(index)
         if kind == "engine":
-            self._adapters.engine_left((index, member.incarnation))
+            self._adapters.held.pop((index, member.incarnation), None)
         self._engines_changed()
         actions: list[Action] = [Notice(f"{kind.replace('_', ' ')} {index} {why}")]
         if kind == "front_end":
@@ -399,7 +399,6 @@ class CoordinatorState:
         return self._standing_orders()
 
     def _standing_orders(self) -> list[Action]:
-        """Return the current orders, which a new or unlucky subscriber may have missed."""
         orders: list[Action] = [PublishOrder(self._front_ends_order())]
         if self._adapters.table is not None:
             orders.append(
@@ -420,7 +419,7 @@ class CoordinatorState:
         if change is None:
             self._changes.record_full(view)
         self._has_newcomers = False
-        self._publication.changed = self._changes.is_due
+        self._publication.changed = bool(self._changes.partly_sent)
         return [PublishView(view, change)]
 
     def _with_missing(self, view: ClusterView, now: float) -> ClusterView:
@@ -434,7 +433,6 @@ class CoordinatorState:
         return replace(view, expected=number, missing=missing)
 
     def _log_missing(self, now: float) -> list[Action]:
-        """Periodically log which of the planned engines have not joined."""
         if self._expected.planned is None or now < self._log_missing_at:
             return []
         self._log_missing_at = now + MISSING_INTERVAL

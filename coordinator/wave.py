@@ -36,6 +36,8 @@ class _Wave:
 class IndependentWave(_Wave):
     """Derives (wave, running) from the set of engines that have work."""
 
+    orders_due = NEVER
+
     def __init__(self) -> None:
         super().__init__()
         self._busy: set[int] = set()
@@ -47,11 +49,6 @@ class IndependentWave(_Wave):
     def running(self) -> bool:
         """Whether any engine has reported work."""
         return bool(self._busy)
-
-    @property
-    def orders_due(self) -> float:
-        """Latest time of the next call of `orders`."""
-        return NEVER
 
     def take_members(self, ranks: frozenset[int]) -> None:
         """Set the ranks of the ready engines."""

@@ -26,8 +26,7 @@ from engine.shared.fair_threads import FairThreads
 from engine.shared.group_config import model_identity
 from engine.shared.lifeline import CANNOT_START, CHILD_HEARTBEAT_INTERVAL, Lifeline
 from engine.shared.logs import name_process
-from engine.shared.membership import Identity
-from engine.shared.messages import ClusterView, FrontEndAddresses
+from engine.shared.messages import ClusterView, FrontEndAddresses, Hello
 from engine.shared.model_files import ModelNotFound, model_directory
 from engine.shared.node_directory import NodeDirectory
 from engine.shared.plugins import BadPlugin, install_command
@@ -259,7 +258,7 @@ class FrontEnd:
     def _link(self, identity: dict[str, str]) -> ClusterLink:
         cluster, host = self._config.cluster, self._host
         return ClusterLink(
-            Identity(
+            Hello(
                 kind="front_end",
                 index=self._launch.index,
                 incarnation=self._launch.incarnation,

@@ -21,6 +21,10 @@ DRAFT_PLACEHOLDER = -1
 """Placeholder in a plan for a proposed token that the executor's draft model or head chooses."""
 
 
+class CannotDo(Exception):
+    """An operator's request cannot be carried out, for the given reason; nothing has changed."""
+
+
 class SlotImage(msgspec.Struct, frozen=True, array_like=True):
     """Placeholder tokens of an image in a sequence, which get its embeddings."""
 

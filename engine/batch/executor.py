@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from engine.batch.batch import BatchPlan, BatchResult
-from engine.batch.cannot_do import CannotDo as CannotDo
+from engine.batch.batch import CannotDo as CannotDo
 from engine.batch.grammars import Grammars
 from engine.models.spec import VisionSpec
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.batch.cannot_do import CannotDo
+from engine.batch.batch import CannotDo
 from engine.distributed.plain import PlainGroup, join_plain_group
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.models.formats.files import TensorFiles

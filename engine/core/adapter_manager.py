@@ -54,6 +54,7 @@ class _Entry:
     outcome: AdapterLoadResult | None = None
 
 
+@dataclass(eq=False)
 class AdapterManager:
     """Synchronizes an engine's adapters with the cluster's table.
 
@@ -64,18 +65,13 @@ class AdapterManager:
         report: called with the table and its entries' outcomes whenever these change.
     """
 
-    def __init__(
-        self,
-        config: LoraConfig,
-        store: AdapterLoader | None,
-        user: AdapterUser,
-        is_used: Callable[[str], bool],
-        report: Callable[[AdapterTable, list[AdapterLoadResult]], None],
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._user, self._is_used = user, is_used
-        self._report = report
+    config: LoraConfig
+    store: AdapterLoader | None
+    user: AdapterUser
+    is_used: Callable[[str], bool]
+    report: Callable[[AdapterTable, list[AdapterLoadResult]], None]
+
+    def __post_init__(self) -> None:
         self._table = AdapterTable(-1)
         self._entries: dict[int, _Entry] = {}
         self.keeps_unlisted = False
@@ -85,7 +81,7 @@ class AdapterManager:
 
     def take(self, table: AdapterTable) -> None:
         """Apply a table: load new entries, forget removed ones."""
-        if self._store is None or table.revision < self._table.revision:
+        if self.store is None or table.revision < self._table.revision:
             return
         if table == self._table:
             return  # repeated
@@ -101,19 +97,19 @@ class AdapterManager:
             ):
                 current.entry = entry
             else:
-                self._entries[serial] = self._start_loading(entry, self._store)
+                self._entries[serial] = self._start_loading(entry, self.store)
         self.sweep()
         self._report_outcomes()
 
     def _start_loading(self, entry: AdapterEntry, store: AdapterLoader) -> _Entry:
         if entry.version and entry.version in store:
-            self._user.hold(entry.version)
+            self.user.hold(entry.version)
             return _Entry(entry, None, AdapterLoadResult(entry.serial, entry.version))
         others = sum(each.entry.state != "leaving" for each in self._entries.values())
-        if entry.state != "leaving" and others >= self._config.max_held:
+        if entry.state != "leaving" and others >= self.config.max_held:
             error = f"there are {others} adapters already (--max-cpu-loras)"
             return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
-        root = self._config.lora_dir if entry.confined else None
+        root = self.config.lora_dir if entry.confined else None
         if entry.confined and root is None:
             error = "adapters can only be loaded from below --lora-dir, which is not set"
             return _Entry(entry, None, AdapterLoadResult(entry.serial, error=error))
@@ -136,7 +132,7 @@ class AdapterManager:
             version = loading.result()
             if entry.version and entry.version != version:
                 raise BadAdapter("its files have changed since it was loaded: load it again")
-            self._user.hold(version)
+            self.user.hold(version)
         except BadAdapter as error:
             logger.error("adapter %s cannot be served: %s", entry.name, error)
             return AdapterLoadResult(entry.serial, error=str(error))
@@ -155,24 +151,24 @@ class AdapterManager:
 
     def _report_outcomes(self) -> None:
         outcomes = (entry.outcome for entry in self._entries.values())
-        self._report(self._table, [outcome for outcome in outcomes if outcome is not None])
+        self.report(self._table, [outcome for outcome in outcomes if outcome is not None])
 
     def sweep(self) -> None:
         """Drop adapters that are not on the table and have no requests left."""
-        if self._store is None:
+        if self.store is None:
             return
         listed = {entry.outcome.version for entry in self._entries.values() if entry.outcome}
         if any(entry.loading is not None for entry in self._entries.values()):
             return  # an entry being loaded may be the same adapter
         self.keeps_unlisted = False
-        for version in self._store:
+        for version in self.store:
             if version in listed:
                 continue
-            if self._is_used(version):
+            if self.is_used(version):
                 self.keeps_unlisted = True
                 continue
-            self._user.drop(version)
-            self._store.drop(version)
+            self.user.drop(version)
+            self.store.drop(version)
 
     # -- queries ---------------------------------------------------------------------------------
 

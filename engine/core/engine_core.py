@@ -161,14 +161,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to send."""
-        if self.steps.any_in_flight or self._front_ends.has_messages:
+        if self.steps.in_flight or self._front_ends.has_messages:
             return True
-        return self._scheduler.needs_step and not self.halting.is_halted
+        return self._scheduler.needs_plan and not self.halting.is_halted
 
     @property
     def has_requests(self) -> bool:
         """See `HostedEngine`; for a halted engine only steps in flight count."""
-        if self.steps.any_rows_in_flight or self._front_ends.has_messages:
+        if any(each.plan.slots for each in self.steps.in_flight) or self._front_ends.has_messages:
             return True
         return self._scheduler.has_requests and not self.halting.is_halted
 
@@ -249,8 +249,8 @@ class EngineCore:
                 pass
             case UtilityCall() | FleetOrder():
                 self._front_ends.results += execute_operation(self.operations, event, self._rank)
-            case KvBlocksQuery(front_end, after):
-                self._front_ends.request_blocks(front_end, after)
+            case KvBlocksQuery(front_end, after) if self._front_ends.is_present(front_end):
+                self._front_ends.block_requests[front_end] = after
                 self._answer_block_requests()
             case FrontEndJoined(index, incarnation):
                 self.front_end_joined(index, incarnation)
@@ -305,12 +305,13 @@ class EngineCore:
         return self._front_ends.hand_over(urgent, self.stats, exclusive_changes=exclusive_changes)
 
     def _answer_block_requests(self) -> None:
-        """Answer front ends that wait for changes of KV blocks, if there are any."""
-        for front_end, after in list(self._front_ends.block_requests.items()):
+        waiting = self._front_ends.block_requests
+        for front_end, after in list(waiting.items()):
             changes = self._scheduler.blocks_since(after)
             if changes is not None:
+                del waiting[front_end]
                 blocks = KvBlocks(self._rank, self._incarnation, *changes)
-                self._front_ends.answer_blocks(front_end, blocks)
+                self._front_ends.blocks.append((front_end, blocks))
 
     def _add(self, message: AddRequest) -> None:
         if not self._is_present(message.front_end, message.request_id):

@@ -72,7 +72,8 @@ class FrontEnds:
         """Answers to operator calls, with the front end that called."""
         self.block_requests: dict[int, int] = {}
         """Front ends that wait for changes of KV blocks, with the newest change they know."""
-        self._blocks: list[tuple[int, KvBlocks]] = []
+        self.blocks: list[tuple[int, KvBlocks]] = []
+        """Answers to them."""
         self._entries: dict[int, _FrontEnd] = {}
         self._outputs: Outputs = {}
 
@@ -160,7 +161,7 @@ class FrontEnds:
     @property
     def has_messages(self) -> bool:
         """Whether there are pending outputs or answers."""
-        return bool(self._outputs or self.results or self._blocks)
+        return bool(self._outputs or self.results or self.blocks)
 
     def collect(self, outputs: Outputs) -> None:
         """Add all outputs of a step, except for those without a recipient."""
@@ -176,16 +177,6 @@ class FrontEnds:
         none."""
         return self._outputs.setdefault(front_end, [])
 
-    def request_blocks(self, front_end: int, after: int) -> None:
-        """Record that a connected front end waits for changes of KV blocks after `after`."""
-        if self.is_present(front_end):
-            self.block_requests[front_end] = after
-
-    def answer_blocks(self, front_end: int, blocks: KvBlocks) -> None:
-        """Answer a front end that waits for changes of KV blocks."""
-        del self.block_requests[front_end]
-        self._blocks.append((front_end, blocks))
-
     def hand_over(
         self, urgent: UrgentStats, stats: Callable[[], EngineStats], *, exclusive_changes: bool
     ) -> CoreStep:
@@ -200,8 +191,8 @@ class FrontEnds:
             for index, entry in self._entries.items():
                 if entry.present:
                     self.address(index)
-        outputs, results, blocks = self._outputs, self.results, self._blocks
-        self._outputs, self.results, self._blocks = {}, [], []
+        outputs, results, blocks = self._outputs, self.results, self.blocks
+        self._outputs, self.results, self.blocks = {}, [], []
         for index in outputs:
             self._entries[index].outputs += 1
         return CoreStep(outputs, results, stats(), exclusive_changes, blocks)
@@ -210,5 +201,5 @@ class FrontEnds:
         """Drop messages to a process that has left."""
         self._outputs.pop(index, None)
         self.block_requests.pop(index, None)
-        self._blocks = [entry for entry in self._blocks if entry[0] != index]
+        self.blocks = [entry for entry in self.blocks if entry[0] != index]
         self.results = [entry for entry in self.results if entry[0] != index]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from queue import SimpleQueue
 
 from engine.core.events import Drain, InboxItem, Stop, Welcomed, receive
@@ -24,6 +25,7 @@ before the next step of others: sockets send asynchronously, and unsent messages
 crash."""
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """Steps while there is work, and otherwise blocks on the inbox.
 
@@ -31,34 +33,22 @@ class EngineLoop:
     `compute` and `settle`.
     """
 
-    def __init__(
-        self,
-        core: HostedEngine,
-        inbox: "SimpleQueue[InboxItem]",
-        outlet: Outlet,
-        watch: StepWatch,
-        *,
-        drain_timeout: float,
-        on_iteration: Callable[[], None],
-        on_drain: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Connect the parts.
+    core: HostedEngine
+    inbox: "SimpleQueue[InboxItem]"
+    outlet: Outlet
+    watch: StepWatch
+    _: KW_ONLY
+    drain_timeout: float
+    """Seconds after which a draining engine exits with unfinished requests."""
+    on_iteration: Callable[[], None]
+    """Called in every iteration."""
+    on_drain: Callable[[], None]
+    """Notifies the cluster that the engine accepts no new requests."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns monotonic seconds."""
 
-        Args:
-            drain_timeout: seconds after which a draining engine exits with unfinished requests.
-            on_iteration: called in every iteration.
-            on_drain: notifies the cluster that the engine accepts no new requests.
-            clock: returns monotonic seconds.
-        """
-        self._core = core
-        self._shutdown = Shutdown(core, drain_timeout)
-        self._inbox = inbox
-        self._outlet = outlet
-        self._watch = watch
-        self._on_iteration = on_iteration
-        self._on_drain = on_drain
-        self._clock = clock
+    def __post_init__(self) -> None:
+        self._shutdown = Shutdown(self.core, self.drain_timeout)
         self._next_stats_at = float("-inf")
         """When to send the stats of an idle engine again."""
         self.wait = 0.0
@@ -73,8 +63,8 @@ class EngineLoop:
             StepFailed: the model or the bookkeeping failed; the engine cannot continue.
         """
         while self.stopped is None:
-            self._on_iteration()
-            self.run_once(receive(self._inbox, self.wait))
+            self.on_iteration()
+            self.run_once(receive(self.inbox, self.wait))
         return self.stopped
 
     def run_once(self, items: Sequence[InboxItem]) -> None:
@@ -83,14 +73,14 @@ class EngineLoop:
         Raises:
             StepFailed: a step failed, possibly while finishing it for an operator's call.
         """
-        core, now = self._core, self._clock()
+        core, now = self.core, self.clock()
         had_work = core.has_work
         for item in items:
             match item:
                 case Drain() | Stop():
                     self._shutdown.request(item, now)
                     if isinstance(item, Drain):
-                        self._on_drain()
+                        self.on_drain()
                 case Welcomed() | FormGroup():
                     pass  # the engine is already a member, and in no group
                 case _:
@@ -111,15 +101,15 @@ class EngineLoop:
 
     def compute(self, tokens: int) -> None:
         """Run a step of at most this many tokens."""
-        self._watch.begin(tokens, self._clock())
-        self.computed(self._core.step())
+        self.watch.begin(tokens, self.clock())
+        self.computed(self.core.step())
 
     def computed(self, step: CoreStep) -> None:
         """Handle the end of a step: send its outputs and stats."""
-        self._watch.end()
-        pause = IDLE_STATS_INTERVAL if self._core.has_work else IDLE_STATS_DELAY
-        self._next_stats_at = self._clock() + pause
-        self._outlet.send_step(step)
+        self.watch.end()
+        pause = IDLE_STATS_INTERVAL if self.core.has_work else IDLE_STATS_DELAY
+        self._next_stats_at = self.clock() + pause
+        self.outlet.send_step(step)
         if step.exclusive_changes:
             self.settle(ANNOUNCEMENT_SECONDS)
 
@@ -129,4 +119,4 @@ class EngineLoop:
 
     def _send_stats(self, now: float) -> None:
         self._next_stats_at = now + IDLE_STATS_INTERVAL
-        self._outlet.send_step(CoreStep({}, [], self._core.stats()))
+        self.outlet.send_step(CoreStep({}, [], self.core.stats()))

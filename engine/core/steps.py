@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from engine.batch.batch import BatchPlan, BatchResult
@@ -43,6 +44,7 @@ class _Launched(NamedTuple):
         return self.pending is None and bool(self.plan.slots)
 
 
+@dataclass(eq=False)
 class Steps:
     """Launches steps and passes their results to the front ends.
 
@@ -53,46 +55,29 @@ class Steps:
     run, so that the executor never waits for the bookkeeping.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        config: SchedulerConfig,
-        scheduler: Scheduler,
-        executor: Executor,
-        front_ends: FrontEnds,
-        *,
-        admission: AdmissionPolicy | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    rank: int
+    config: SchedulerConfig
+    scheduler: Scheduler
+    executor: Executor
+    front_ends: FrontEnds
+    _: KW_ONLY
+    admission: AdmissionPolicy | None = None
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.count = 0
         """Steps launched so far; in a group, steps completed."""
-        self._rank = rank
-        self._config = config
-        self._scheduler = scheduler
-        self._executor = executor
-        self._front_ends = front_ends
-        self._admission = admission or build_admission_policy(config, lockstep_size=1)
-        self._now = now
-        if config.async_scheduling and not config.steps_overlap:
+        self._admission = self.admission or build_admission_policy(self.config, lockstep_size=1)
+        if self.config.async_scheduling and not self.config.steps_overlap:
             logger.info("steps do not overlap: drafting needs the previous step's tokens")
-        self._max_in_flight = executor.info.num_stages + config.steps_overlap
-        self._in_flight: deque[_Launched] = deque()
+        self._max_in_flight = self.executor.info.num_stages + self.config.steps_overlap
+        self.in_flight: deque[_Launched] = deque()
         self._last_prefill_tokens = 0
-
-    @property
-    def any_in_flight(self) -> bool:
-        """Whether a result is pending."""
-        return bool(self._in_flight)
-
-    @property
-    def any_rows_in_flight(self) -> bool:
-        """Whether a result of a request is pending."""
-        return any(each.plan.slots for each in self._in_flight)
 
     @property
     def any_abandoned(self) -> bool:
         """Whether a step has to be launched again, in another group."""
-        return bool(self._in_flight) and self._in_flight[-1].pending is None
+        return bool(self.in_flight) and self.in_flight[-1].pending is None
 
     # -- independent engines ---------------------------------------------------------------------
 
@@ -105,7 +90,7 @@ class Steps:
         """
         with self._described():
             launched = may_launch and self._launch()
-            if not launched or len(self._in_flight) == self._max_in_flight:
+            if not launched or len(self.in_flight) == self._max_in_flight:
                 self._land()
 
     def vacate(self) -> None:
@@ -114,13 +99,13 @@ class Steps:
         Raises:
             CannotDo: a step that a broken group abandoned has to be repeated first.
         """
-        if any(each.is_abandoned for each in self._in_flight):
+        if any(each.is_abandoned for each in self.in_flight):
             raise CannotDo("a step that its group abandoned has to be finished first")
         with self._described():
-            while self._in_flight:
+            while self.in_flight:
                 self._land()
-            self._scheduler.preempt_all()
-            self._scheduler.reset_prefix_cache()
+            self.scheduler.preempt_all()
+            self.scheduler.reset_prefix_cache()
 
     # -- members of a lockstep group -------------------------------------------------------------
 
@@ -130,14 +115,14 @@ class Steps:
         Returns:
             Whether the policy needs the states of all ranks before each step.
         """
-        self._admission = build_admission_policy(self._config, lockstep_size=size)
+        self._admission = build_admission_policy(self.config, lockstep_size=size)
         return self._admission.exchanges
 
     def rank_state(self, last_step_us: int) -> RankState:
         """Return this rank's state for the other ranks before the next step."""
         if not self._admission.exchanges:
             return NO_LOAD
-        return self._scheduler.rank_state(last_step_us, self._last_prefill_tokens)
+        return self.scheduler.rank_state(last_step_us, self._last_prefill_tokens)
 
     def launch_together(self, number: int, loads: Sequence[RankState]) -> None:
         """Launch a step of the group; an empty one if there is nothing to compute.
@@ -149,13 +134,13 @@ class Steps:
         """
         with self._described(GroupBroken):
             grant = self._grant(number, loads)
-            pending = [each.pending for each in self._in_flight]
+            pending = [each.pending for each in self.in_flight]
             index = pending.index(None) if None in pending else len(pending)
             if index == len(pending):
-                plan = self._scheduler.schedule(grant, self._now())
-                self._in_flight.append(_Launched(plan, None))
-            plan = self._in_flight[index].plan
-            self._in_flight[index] = _Launched(plan, self._executor.submit(plan))
+                plan = self.scheduler.schedule(grant, self.now())
+                self.in_flight.append(_Launched(plan, None))
+            plan = self.in_flight[index].plan
+            self.in_flight[index] = _Launched(plan, self.executor.submit(plan))
 
     def land_together(self) -> None:
         """Wait for the group's oldest step in flight, and process its result.
@@ -173,11 +158,11 @@ class Steps:
         """
         with self._described():
             with suppress(GroupBroken):
-                while self._in_flight and self._in_flight[0].pending is not None:
+                while self.in_flight and self.in_flight[0].pending is not None:
                     self._land_oldest()
-            for index, (plan, pending) in enumerate(self._in_flight):
+            for index, (plan, pending) in enumerate(self.in_flight):
                 if pending is not None:
-                    self._in_flight[index] = _Launched(plan, None)
+                    self.in_flight[index] = _Launched(plan, None)
                     with suppress(GroupBroken):
                         pending.result()
                         raise AssertionError("a step followed an abandoned one")
@@ -192,48 +177,47 @@ class Steps:
         except others:
             raise
         except Exception as error:
-            logger.error("step failed: %s", self._scheduler.describe_in_flight(), exc_info=error)
+            logger.error("step failed: %s", self.scheduler.describe_in_flight(), exc_info=error)
             name = type(error).__name__
-            raise StepFailed(f"engine {self._rank}: {name} in a step") from error
+            raise StepFailed(f"engine {self.rank}: {name} in a step") from error
 
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):
             return UNLIMITED  # avoids the cost of computing the rank's state
         if not loads or not self._admission.exchanges:
-            loads = (self._scheduler.rank_state(),)
+            loads = (self.scheduler.rank_state(),)
         return self._admission.decide(number, loads)
 
     def _launch(self) -> bool:
         """Plan a step and start it; return False if there is nothing to compute now."""
-        plan = self._scheduler.schedule(self._grant(self.count), self._now())
+        plan = self.scheduler.schedule(self._grant(self.count), self.now())
         if not plan.slots:
-            self._in_flight.append(_Launched(plan, None))
+            self.in_flight.append(_Launched(plan, None))
             return False
         self.count += 1
-        self._in_flight.append(_Launched(plan, self._executor.submit(plan)))
+        self.in_flight.append(_Launched(plan, self.executor.submit(plan)))
         return True
 
     def _land(self) -> None:
         """Wait for the oldest step in flight, if any, and process its result and empty ones after
         it."""
-        if self._in_flight:
+        if self.in_flight:
             self._take_result()
-        while self._in_flight and self._in_flight[0].pending is None:
+        while self.in_flight and self.in_flight[0].pending is None:
             self._take_result()
 
     def _land_oldest(self) -> None:
-        """Process the result of the group's oldest step in flight."""
-        plan, pending = self._in_flight[0]
+        plan, pending = self.in_flight[0]
         assert pending is not None, "it has to be launched again"
         result = pending.result()
-        self._in_flight.popleft()
-        self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
+        self.in_flight.popleft()
+        self.front_ends.collect(self.scheduler.update(plan, result, self.now()))
         self.count += 1
         if not plan.slots:
-            self._scheduler.counters.dummy_steps += 1
+            self.scheduler.counters.dummy_steps += 1
         self._last_prefill_tokens = plan.num_prefill_tokens
 
     def _take_result(self) -> None:
-        plan, pending = self._in_flight.popleft()
+        plan, pending = self.in_flight.popleft()
         result = BatchResult([]) if pending is None else pending.result()
-        self._front_ends.collect(self._scheduler.update(plan, result, self._now()))
+        self.front_ends.collect(self.scheduler.update(plan, result, self.now()))

@@ -115,5 +115,4 @@ class Watchdog:
                 os._exit(HUNG_EXIT_CODE)
 
     def _rearm(self) -> None:
-        """Restart faulthandler's timeout."""
         faulthandler.dump_traceback_later(self._stuck_after, exit=True)

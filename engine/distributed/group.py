@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,21 +27,21 @@ _GRACE = 0.25
 CPU = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class PendingRows:
     """A pending all-gather of one row of integers per rank."""
 
-    def __init__(self, group: "Group", work: Work | None, table: Tensor) -> None:
-        self._group = group
-        self._work = work
-        self._table = table
+    group: "Group"
+    work: Work | None
+    table: Tensor
 
     def done(self) -> bool:
         """Return whether `wait` returns, or raises, immediately."""
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
     def wait_for(self, seconds: float) -> bool:
         """Wait up to `seconds`; return whether `wait` now returns, or raises, immediately."""
-        return self._work is None or self._group.wait_for(self._work, seconds)
+        return self.work is None or self.group.wait_for(self.work, seconds)
 
     def wait(self) -> list[list[int]]:
         """Return the rows of all ranks, in rank order.
@@ -48,19 +49,19 @@ class PendingRows:
         Raises:
             GroupBroken: a rank's row did not arrive.
         """
-        if self._work is not None:
-            self._group.finish(self._work)
-        rows: list[list[int]] = self._table.tolist()
+        if self.work is not None:
+            self.group.finish(self.work)
+        rows: list[list[int]] = self.table.tolist()
         return rows
 
 
+@dataclass(eq=False)
 class Transfer:
     """A pending point-to-point transfer; the tensor must not be modified until it completes."""
 
-    def __init__(self, group: "Group", work: Work, values: Tensor) -> None:
-        self._group = group
-        self._work = work
-        self._values = values
+    group: "Group"
+    work: Work
+    values: Tensor
 
     def wait(self) -> Tensor:
         """Wait for the transfer and return the tensor.
@@ -68,8 +69,8 @@ class Transfer:
         Raises:
             GroupBroken: the other member has failed.
         """
-        self._group.finish(self._work, watched=False)
-        return self._values
+        self.group.finish(self.work, watched=False)
+        return self.values
 
 
 class Group:

@@ -117,7 +117,6 @@ def _load_head(
     target: Decoder,
     report: Callable[[str], None],
 ) -> DraftHead:
-    """Load the head that `settings` name, or the served model's MTP layer."""
     check_head_settings(config, is_fallback=isinstance(target, FallbackDecoder))
     directory = model_directory(settings, weights=True)
     assert settings.max_model_len is not None

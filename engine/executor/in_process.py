@@ -524,7 +524,6 @@ class InProcessExecutor(GroupExecutor):
         return self._holder.loaded
 
     def _build_runner(self, loaded: LoadedModel) -> None:
-        """Allocate an empty KV cache, and build the runner that uses it."""
         model, pooling = loaded.model, loaded.pooling
         if self._leader is not None:
             self._leader.call(Allocate(self.info.num_kv_blocks, self.info.model_fingerprint))

@@ -91,7 +91,6 @@ class KvSizing:
             self.leader.call(BeginTrial(num_blocks))
 
     def _minimum_over_workers(self, num_blocks: int) -> int:
-        """Return the minimum of free KV blocks over all processes, once all have replied."""
         others = [] if self.leader is None else self.leader.team.collect()
         return min([num_blocks, *(answer.free_blocks for answer in others)])
 

@@ -65,8 +65,3 @@ class Layout(NamedTuple):
     def stage_workers(self) -> range:
         """Ranks of the other processes in the leader's stage."""
         return range(1, self.shards)
-
-    @property
-    def earlier_ranks(self) -> range:
-        """Ranks of all stages before the last."""
-        return range(self.shards, self.size)

@@ -1,6 +1,7 @@
 """The leader's side of the protocol between an engine's process and its workers."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ from torch import Tensor
 from engine.batch.batch import BatchResult
 from engine.batch.executor import CannotDo, PendingResult
 from engine.batch.weight_transfer import SentTensors
-from engine.distributed.grid import Grid, join_grid
+from engine.distributed.grid import join_grid
 from engine.distributed.group import Transfer
 from engine.distributed.spec import GroupBroken, GroupSpec
 from engine.executor.layout import Layout
@@ -34,7 +35,7 @@ from engine.models.attention.rows import AttentionRows
 from engine.models.decoder import Decoder
 from engine.models.hf_config import read_spec
 from engine.models.parallel.experts import ExpertsLost
-from engine.models.parallel.stages import Stage, divide_layers
+from engine.models.parallel.stages import divide_layers
 from engine.models.step import ImageTokens, StepTokens
 from engine.runner.inputs import BatchRows
 from engine.runner.model_runner import EarlierStages
@@ -60,53 +61,53 @@ class TeamLeader:
         """
         self.team = team
         self._device = device
-        self._layout = layout = Layout.of(config.parallel)
+        self.layout = layout = Layout.of(config.parallel)
         num_layers = read_spec(model_directory(config.model, weights=False)).num_layers
-        self._stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
+        self.stages = divide_layers(num_layers, layout.stages, config.parallel.layers_of_stages)
         team.wait_until_loaded(device.type)
         spec = GroupSpec(team.address, 0, team.size, 0, GROUP_TIMEOUT)
         shape = layout.stages, layout.shards
         try:
-            self._grid = join_grid(spec, shape, layout.position(0), device, team.listener)
+            self.grid = join_grid(spec, shape, layout.position(0), device, team.listener)
         except GroupBroken as error:
             raise team.failure() from error
-        team.abort = self._grid.abort
-        self.group = self._grid.shards
+        team.abort = self.grid.abort
+        self.group = self.grid.shards
 
     def close(self) -> None:
         """Terminate the workers; idempotent."""
-        self._grid.close()
+        self.grid.close()
         self.team.close()
 
     def forward(self, step: StepTokens) -> None:
         """Have the workers of this stage run all its layers on these tokens."""
-        if self._layout.shards == 1:
+        if self.layout.shards == 1:
             return
         token_ids, positions, slots = map(_array, (step.token_ids, step.positions, step.slots))
         others = [_array(each.slots) for each in step.others]
         images = step.images
-        if self._layout.stages > 1 and (images is None or images.whole is None):
+        if self.layout.stages > 1 and (images is None or images.whole is None):
             images = None  # only the first stage needs them
         adapters = _slots(step.adapters)
         command = _forward(token_ids, positions, slots, step.rows, adapters, others, images)
-        self.team.send(command, self._layout.stage_workers)
+        self.team.send(command, self.layout.stage_workers)
 
     def dummy_step(self) -> None:
         """Have them run their experts for other engines."""
-        self.team.send(DummyStep(), self._layout.stage_workers)
+        self.team.send(DummyStep(), self.layout.stage_workers)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None) -> None:
         """Have the workers of this stage compute their part of the logits of these states."""
-        self.team.send(Logits(len(hidden), _slots(adapters)), self._layout.stage_workers)
+        self.team.send(Logits(len(hidden), _slots(adapters)), self.layout.stage_workers)
         self.group.broadcast(hidden.contiguous())
 
     def embed(self, token_ids: Tensor) -> None:
         """Have the workers of this stage look up tokens in their part of the embedding."""
-        self.team.send(Embed(_array(token_ids).tobytes()), self._layout.stage_workers)
+        self.team.send(Embed(_array(token_ids).tobytes()), self.layout.stage_workers)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have the workers of this stage load their part of an adapter into a slot."""
-        self.team.send(LoadAdapter(slot, _shapes(weights)), self._layout.stage_workers)
+        self.team.send(LoadAdapter(slot, _shapes(weights)), self.layout.stage_workers)
         for pair in weights.values():
             for matrix in pair:
                 self.group.broadcast(matrix.to(self._device).contiguous())
@@ -121,23 +122,23 @@ class TeamLeader:
         names, tensors = list(sent.tensors), list(sent.tensors.values())
         types = [str(each.dtype).removeprefix("torch.") for each in tensors]
         command = TakeWeights(names, types, [list(each.shape) for each in tensors])
-        self.team.send(command, self._layout.stage_workers)
+        self.team.send(command, self.layout.stage_workers)
         for each in tensors:
             self.group.broadcast(each.to(self._device).contiguous())
         self.wait()
 
     def read_block(self, block_id: int, content: bytes) -> bytes:
         """Return the contents of a KV block from all processes of this stage, in rank order."""
-        self.team.send(ReadBlock(block_id), self._layout.stage_workers)
+        self.team.send(ReadBlock(block_id), self.layout.stage_workers)
         receives = [
             self.group.begin_receive(torch.empty(len(content), dtype=torch.uint8), rank)
-            for rank in self._layout.stage_workers
+            for rank in self.layout.stage_workers
         ]
         return content + b"".join([_bytes(each.wait()) for each in receives])
 
     def write_block(self, block_id: int, content: bytes) -> bytes:
         """Have them overwrite their parts of a KV block; return this process's part."""
-        self.team.send(WriteBlock(block_id), self._layout.stage_workers)
+        self.team.send(WriteBlock(block_id), self.layout.stage_workers)
         parts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         first, *others = parts.chunk(self.group.size)
         sends = [self.group.begin_send(part, rank) for rank, part in enumerate(others, 1)]
@@ -147,9 +148,7 @@ class TeamLeader:
 
     def earlier(self, model: Decoder) -> EarlierStages | None:
         """Return the earlier stages, given this one's part of the model; None if there are none."""
-        if self._layout.stages == 1:
-            return None
-        return _TeamStages(self.team, self._grid, self._layout, self._stages[:-1], model)
+        return None if self.layout.stages == 1 else _TeamStages(self, model)
 
     def call(self, command: Command) -> None:
         """Have all workers execute a command and wait until they have.
@@ -190,40 +189,34 @@ class TeamStep:
             raise self._team.failure() from error
 
 
-class _TeamStages:
+class _TeamStages(NamedTuple):
     """The workers of all stages before the leader's."""
 
-    def __init__(
-        self, team: Team, grid: Grid, layout: Layout, stages: Sequence[Stage], model: Decoder
-    ) -> None:
-        self._team = team
-        self._grid = grid
-        self._layout = layout
-        self._stages = stages
-        self._width = model.spec.hidden_size
-        self._dtype = model.dtype
-        self._device = model.device
+    leader: TeamLeader
+    model: Decoder
+    """The leader's part of the model."""
 
     def begin(self, rows: BatchRows, shape: AttentionRows, images: ImageTokens | None) -> Transfer:
         """Have them run their layers on these tokens; return the transfer of the hidden states."""
-        states = torch.empty(
-            len(rows.token_ids), self._width, dtype=self._dtype, device=self._device
-        )
-        receive = self._grid.begin_receive(states)
+        leader, model = self
+        size = len(rows.token_ids), model.spec.hidden_size
+        states = torch.empty(size, dtype=model.dtype, device=model.device)
+        receive = leader.grid.begin_receive(states)
         adapters = rows.adapters.tobytes() if (rows.adapters != NO_ADAPTER).any() else b""
         arrays = rows.token_ids, rows.turns, rows.cache_slots
         command = _forward(*arrays, shape, adapters, rows.other_slots, images)
-        self._team.send(command, self._layout.earlier_ranks)
+        leader.team.send(command, range(leader.layout.shards, leader.layout.size))
         return receive
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Have them load their part of an adapter into a slot, before any later command."""
-        for number, stage in enumerate(self._stages):
+        leader = self.leader
+        for number, stage in enumerate(leader.stages[:-1]):
             local = {name: pair for name, pair in weights.items() if stage.has(name)}
-            first, *others = self._layout.ranks(number)
+            first, *others = leader.layout.ranks(number)
             data = b"".join(_bytes(matrix) for pair in local.values() for matrix in pair)
-            self._team.send(LoadAdapter(slot, _shapes(local), data), [first])
-            self._team.send(LoadAdapter(slot, _shapes(local)), others)
+            leader.team.send(LoadAdapter(slot, _shapes(local), data), [first])
+            leader.team.send(LoadAdapter(slot, _shapes(local)), others)
 
 
 def _slots(adapters: AdapterRows | None) -> bytes:

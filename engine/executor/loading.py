@@ -211,7 +211,6 @@ def _cache_groups(
 
 
 def _has_head(config: EngineConfig) -> bool:
-    """Return whether a draft head proposes tokens."""
     scheduling = config.scheduler
     if not scheduling.drafts_with_model or scheduling.speculative_method == "mtp":
         return scheduling.drafts_with_model

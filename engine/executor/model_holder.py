@@ -1,6 +1,7 @@
 """Loads, offloads, replaces and frees the part of a model that one process holds."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,26 +18,18 @@ Load = Callable[[GroupPosition | None, ExpertBalance | None, TensorFiles | None]
 Weights come from the checkpoint, or from tensors that a trainer has sent."""
 
 
+@dataclass(eq=False)
 class ModelHolder:
     """The part of a model that this process computes."""
 
-    def __init__(
-        self,
-        load: Load,
-        device: torch.device,
-        in_group: GroupPosition | None,
-        report: Callable[[str], None],
-    ) -> None:
-        """Load the model.
+    load: Load
+    device: torch.device
+    in_group: GroupPosition | None
+    """Position among the engines that share the experts; None to hold all experts."""
+    report: Callable[[str], None]
+    """Receives human-readable progress messages."""
 
-        Args:
-            in_group: position among the engines that share the experts; None to hold all experts.
-            report: receives human-readable progress messages.
-        """
-        self._load = load
-        self._device = device
-        self._report = report
-        self.in_group = in_group
+    def __post_init__(self) -> None:
         self.balance: ExpertBalance | None = None
         """Measured load of the experts, if enabled."""
         self._experts: Group | None = None
@@ -71,9 +64,9 @@ class ModelHolder:
             self.free()
         if self.loaded is None or self.loaded.loader is None:
             return
-        self._report(f"loading the experts of engine {in_group.position + 1} of {in_group.size}")
+        self.report(f"loading the experts of engine {in_group.position + 1} of {in_group.size}")
         self.loaded.loader.redistribute_experts(self.loaded.model, in_group)
-        release_freed_memory(self._device)
+        release_freed_memory(self.device)
 
     def free(self) -> None:
         """Free the weights."""
@@ -85,12 +78,12 @@ class ModelHolder:
         loaded = self.loaded
         if level > 1:
             self.free()
-        elif self._device.type != "cpu" and loaded is not None and self._offloaded is None:
+        elif self.device.type != "cpu" and loaded is not None and self._offloaded is None:
             models = [loaded.model, loaded.draft, loaded.vision]
-            self._offloaded = offload(models, self._device)
+            self._offloaded = offload(models, self.device)
             if self._offloaded is None:
                 self.free()
-        release_freed_memory(self._device)
+        release_freed_memory(self.device)
 
     def wake_up(self) -> LoadedModel:
         """Restore the weights to the device, reloading them if they were freed."""
@@ -115,7 +108,7 @@ class ModelHolder:
         replaced, self._previous = self._previous, None
         if revert and replaced is not None:
             self.loaded = replaced
-        release_freed_memory(self._device)
+        release_freed_memory(self.device)
 
     def close(self) -> None:
         """Free everything."""
@@ -123,7 +116,7 @@ class ModelHolder:
         self.free()
 
     def _load_new(self, sent: TensorFiles | None = None) -> LoadedModel:
-        loaded = self._load(self.in_group, self.balance, sent)
+        loaded = self.load(self.in_group, self.balance, sent)
         if loaded.model.expert_group is not None:
             self.balance = loaded.model.expert_group.balance
         return loaded

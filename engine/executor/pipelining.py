@@ -11,8 +11,6 @@ from engine.runner.model_runner import ModelRunner, StartedStep
 
 @dataclass(slots=True)
 class _Step:
-    """A submitted plan."""
-
     number: int
     plan: BatchPlan
     follows: int

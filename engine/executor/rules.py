@@ -28,12 +28,10 @@ def check_draft_settings(config: EngineConfig) -> None:
 
 
 def _applicable(refused: dict[str, bool]) -> str:
-    """Return the reasons that apply; "" if none does."""
     return "; ".join(reason for reason, applies in refused.items() if applies)
 
 
 def _draft_setting(config: EngineConfig) -> str:
-    """Return the setting that requests drafts."""
     is_mtp = config.scheduler.speculative_method == "mtp"
     return "--speculative-method mtp" if is_mtp else "--speculative-model"
 

@@ -120,7 +120,6 @@ class _Pending(NamedTuple):
     times: StageTimes
 
     def result(self) -> BatchResult:
-        """Sleep until the step is done and return its result."""
         self.times.wait_until(self.over_at)
         return self.outcome
 

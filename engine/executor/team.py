@@ -67,7 +67,7 @@ class Team:
         """Start the workers, which load their libraries in parallel with the caller.
 
         Args:
-            elsewhere: starts the workers of other nodes, if the engine spans several.
+            nodes: links to the other nodes, if the engine spans several.
             on_failure: called once, in another thread, with the reason why the team is unusable.
 
         Raises:

@@ -173,7 +173,6 @@ class Worker:
         return not isinstance(command, unanswered)
 
     def _operate(self, command: Command) -> None:
-        """Execute a command that originates from an operator."""
         match command:
             case Sleep(level):
                 self._cache = []

@@ -6,6 +6,7 @@ and tags must match those.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -46,15 +47,15 @@ class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@dataclass(eq=False)
 class KvEventLog:
     """Collects the events of a step for a publisher. Only for the engine's thread."""
 
-    def __init__(
-        self, block_size: int, medium: str, publish: Callable[[list[Event]], None]
-    ) -> None:
-        self._block_size = block_size
-        self._medium = medium
-        self._publish = publish
+    block_size: int
+    medium: str
+    publish: Callable[[list[Event]], None]
+
+    def __post_init__(self) -> None:
         self._events: list[Event] = []
 
     def stored(
@@ -76,7 +77,7 @@ class KvEventLog:
             token_ids: all tokens of the sequence.
             shown: digests and offsets of images in the block.
         """
-        tokens = list(token_ids[start : start + self._block_size])
+        tokens = list(token_ids[start : start + self.block_size])
         extra_roots = [] if root == bytes(ROOT_SIZE) else [root]
         extra = [each.hex() for each in (*extra_roots, *shown)] or None
         last = self._events[-1] if self._events else None
@@ -96,9 +97,9 @@ class KvEventLog:
                 [digests[-1]],
                 parent,
                 tokens,
-                self._block_size,
+                self.block_size,
                 None,
-                self._medium,
+                self.medium,
                 None,
                 None if extra is None else [extra],
                 group,
@@ -107,7 +108,7 @@ class KvEventLog:
 
     def removed(self, group: int, digest: bytes) -> None:
         """Record that a block is about to be overwritten."""
-        self._events.append(BlockRemoved([digest], self._medium, group))
+        self._events.append(BlockRemoved([digest], self.medium, group))
 
     def cleared(self) -> None:
         """Record that all blocks were dropped, and publish it immediately."""
@@ -117,7 +118,7 @@ class KvEventLog:
     def flush(self) -> None:
         """Publish the collected events."""
         if self._events:
-            self._publish(self._events)
+            self.publish(self._events)
             self._events = []
 
 

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import msgspec
 import zmq
 
+from engine.kv_tiers.opening import KvMemory, require_host_memory, tier_setting
 from engine.kv_tiers.tiers import BlockName
 from engine.kv_transfer.messages import (
     MAX_NAMES,
@@ -32,8 +34,12 @@ from engine.kv_transfer.messages import (
 )
 from engine.kv_transfer.offers import Offers
 from engine.kv_transfer.pull import Pull
+from engine.kv_transfer.settings import BadKvTransfer, Role, read_transfer
+from engine.shared.addresses import is_loopback, join_host_port
+from engine.shared.cluster_keys import InsecureCluster
+from engine.shared.config import ClusterConfig, EngineConfig
 from engine.shared.messages import EngineCounters, KvSource, encode
-from engine.shared.transport import Transport
+from engine.shared.transport import Transport, advertised_host, bound_address
 
 PATIENCE = 2.0
 """Seconds without a block after which a peer is given up."""
@@ -85,8 +91,6 @@ class _Running:
 
 @dataclass(eq=False)
 class _Link:
-    """The connection to a peer."""
-
     socket: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
     used_at: float
@@ -133,23 +137,18 @@ class BlockPort:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup, zmq.POLLIN)
-        self._bound: zmq.Socket[bytes] | None = None
+        self.bound: zmq.Socket[bytes] | None = None
         if address is not None:
-            self._bound = transport.bind(
+            self.bound = transport.bind(
                 zmq.ROUTER, address, largest=MAX_REQUEST, max_queued=_MAX_QUEUED
             )
-            self._poller.register(self._bound, zmq.POLLIN)
+            self._poller.register(self.bound, zmq.POLLIN)
         self._links: dict[KvSource, _Link] = {}
         self._num_pulls = 0
         self._is_over = False
         """Whether the thread accepts no more orders."""
         self._warned_at = -_SECONDS_BETWEEN_WARNINGS
         self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
-
-    @property
-    def bound_to(self) -> "zmq.Socket[bytes] | None":
-        """The bound socket; the thread must not have been started."""
-        return self._bound
 
     def start(self) -> None:
         """Start the thread."""
@@ -163,7 +162,7 @@ class BlockPort:
         with self._lock:
             if self._offers.renew(key, now):
                 return
-            if self._bound is None or not self._offers.put(key, read(), now):
+            if self.bound is None or not self._offers.put(key, read(), now):
                 self._counters.kv_transfer_dropped_blocks += 1
 
     def clear(self) -> None:
@@ -216,15 +215,15 @@ class BlockPort:
                     order.over(False)
             for source in list(self._links):
                 self._drop_link(source)
-            if self._bound is not None:
-                self._bound.close(linger=0)
+            if self.bound is not None:
+                self.bound.close(linger=0)
 
     def run_once(self, readable: Container[object]) -> bool:
         """Read from sockets and do what is due; return False when the thread is to end."""
         if self._wakeup in readable and not self._start_pulls():
             return False
-        if self._bound is not None and self._bound in readable:
-            self._answer_all(self._bound)
+        if self.bound is not None and self.bound in readable:
+            self._answer_all(self.bound)
         for source, link in list(self._links.items()):
             if link.socket in readable:
                 self._receive(link)
@@ -244,7 +243,6 @@ class BlockPort:
         return max(0, int(1000 * (min([self._next_check, *ends]) - self._clock())) + 1)
 
     def _check_links(self, now: float) -> None:
-        """Run periodic work."""
         self._transport.maintain()
         with self._lock:
             self._counters.kv_transfer_dropped_blocks += self._offers.expire(now)
@@ -256,7 +254,6 @@ class BlockPort:
     # -- offering --------------------------------------------------------------------------------
 
     def _answer_all(self, bound: "zmq.Socket[bytes]") -> None:
-        """Answer all received requests, in order per peer."""
         while True:
             try:
                 frames = bound.recv_multipart(zmq.NOBLOCK)
@@ -358,7 +355,6 @@ class BlockPort:
             running.pull.give_up()
 
     def _continue_pulls(self, now: float) -> None:
-        """Request further blocks, and end pulls that are over."""
         for source, link in list(self._links.items()):
             running = list(link.pulls.values())
             for each in running:
@@ -407,7 +403,6 @@ class BlockPort:
         running.order.over(running.pull.is_complete)
 
     def _warn(self, message: str, *arguments: object) -> None:
-        """Log at most one warning per minute."""
         now = self._clock()
         if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = now
@@ -415,7 +410,6 @@ class BlockPort:
 
 
 def _is_lost(monitor: "zmq.Socket[bytes]") -> bool:
-    """Return whether a connection was lost, or could not be established."""
     lost = False
     while True:
         try:
@@ -424,3 +418,55 @@ def _is_lost(monitor: "zmq.Socket[bytes]") -> bool:
             return lost
         event, _ = _EVENT.unpack(head)
         lost = lost or bool(event & _LOST)
+
+
+def open_port(
+    config: EngineConfig,
+    executor: KvMemory,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    *,
+    rank: int,
+    incarnation: int,
+    counters: EngineCounters,
+) -> tuple[BlockPort, Role, str] | None:
+    """Return the port of an engine, its thread running, with its role, or None if it has no role.
+
+    The third value is the address where others read the engine's offers; empty if it offers none.
+
+    Raises:
+        BadKvTransfer: the settings are invalid, or the socket cannot be bound.
+        BadTiers: the KV cache is on a device.
+    """
+    transfer = read_transfer(config.cache, rank)
+    if transfer is None or transfer.role is None:
+        return None
+    require_host_memory(config, executor)
+    address = None
+    try:
+        if transfer.role != "decode":
+            address = _address(config.cluster, incarnation)
+        port = BlockPort(
+            Transport(config.cluster, context),
+            address,
+            incarnation=incarnation,
+            block_bytes=len(executor.read_block(0)),
+            max_offered_bytes=transfer.max_bytes,
+            counters=counters,
+        )
+    except (InsecureCluster, OSError, ValueError, zmq.ZMQError) as error:
+        raise BadKvTransfer(f"{tier_setting(config)}: {address}: {error}") from error
+    reported_address = ""
+    if port.bound is not None:
+        reported_address = bound_address(port.bound, advertised_host(config.cluster))
+    port.start()
+    return port, transfer.role, reported_address
+
+
+def _address(cluster: ClusterConfig, incarnation: int) -> str:
+    """Return the address to bind: ipc, loopback or TCP, like the coordinator's."""
+    coordinator = cluster.coordinator_address
+    if coordinator.startswith("ipc://"):
+        directory = Path(coordinator.removeprefix("ipc://")).parent
+        return f"ipc://{directory / f'{incarnation:x}-blocks'}"
+    host = advertised_host(cluster)
+    return f"tcp://{join_host_port(host if is_loopback(host) else '*', '*')}"

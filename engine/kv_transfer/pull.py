@@ -1,10 +1,12 @@
 """An engine's pull of one prompt's blocks from another, as a state machine without I/O."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from engine.kv_tiers.tiers import BlockName
 
 
+@dataclass(eq=False)
 class Pull:
     """Requests blocks in order, some ahead of those that have arrived.
 
@@ -19,13 +21,13 @@ class Pull:
         deadline: time at which it ends in any case, on the clock of all calls.
     """
 
-    def __init__(
-        self, wanted: Sequence[BlockName], *, window: int, patience: float, deadline: float
-    ) -> None:
-        self._wanted = wanted
-        self._window = window
-        self._patience = patience
-        self._deadline = deadline
+    wanted: Sequence[BlockName]
+    _: KW_ONLY
+    window: int
+    patience: float
+    deadline: float
+
+    def __post_init__(self) -> None:
         self._num_requested = 0
         self._waits_since: float | None = None
         self.num_received = 0
@@ -37,7 +39,7 @@ class Pull:
     @property
     def is_complete(self) -> bool:
         """Whether all blocks have arrived."""
-        return self.num_received == len(self._wanted)
+        return self.num_received == len(self.wanted)
 
     @property
     def is_over(self) -> bool:
@@ -48,18 +50,18 @@ class Pull:
     def ends_at(self) -> float:
         """Time at which `tick` ends it unless a block arrives."""
         if self._waits_since is None:
-            return self._deadline
-        return min(self._deadline, self._waits_since + self._patience)
+            return self.deadline
+        return min(self.deadline, self._waits_since + self.patience)
 
     def next_names(self, now: float) -> Sequence[BlockName]:
         """Return the blocks to request now; none while over half a window is in transit."""
-        if self.is_over or 2 * (self._num_requested - self.num_received) > self._window:
+        if self.is_over or 2 * (self._num_requested - self.num_received) > self.window:
             return ()
         first = self._num_requested
-        self._num_requested = min(self.num_received + self._window, len(self._wanted))
+        self._num_requested = min(self.num_received + self.window, len(self.wanted))
         if self._waits_since is None:
             self._waits_since = now
-        return self._wanted[first : self._num_requested]
+        return self.wanted[first : self._num_requested]
 
     def received(self, name: BlockName, *, is_good: bool, now: float) -> bool:
         """Handle the answer for a block.
@@ -74,7 +76,7 @@ class Pull:
             return False
         if (
             not is_good
-            or name != self._wanted[self.num_received]
+            or name != self.wanted[self.num_received]
             or self.num_received >= self._num_requested
         ):
             self.give_up()
@@ -92,5 +94,5 @@ class Pull:
         if self.is_over or now < self.ends_at:
             return
         since = self._waits_since
-        self.was_silent = since is not None and now >= since + self._patience
+        self.was_silent = since is not None and now >= since + self.patience
         self.give_up()

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from engine.batch.executor import GroupExecutor
@@ -58,6 +59,7 @@ class GroupConnection:
             self._group.abort()
 
 
+@dataclass(eq=False)
 class Grouping:
     """Carries out one engine's group orders according to its `GroupMembership`.
 
@@ -67,35 +69,29 @@ class Grouping:
         report: reports the engine's state in the group to the coordinator.
     """
 
-    def __init__(
-        self,
-        member: GroupMember,
-        executor: GroupExecutor,
-        connection: GroupConnection,
-        *,
-        host: str,
-        timeout: float,
-        report: Callable[[GroupStatus], None],
-    ) -> None:
-        self._executor = executor
-        self._connection = connection
-        self._host = host
-        self._timeout = timeout
-        self._report = report
-        self._listener = open_listener(host)
-        self._membership = GroupMembership(member, listener_address(self._listener))
+    member: GroupMember
+    executor: GroupExecutor
+    connection: GroupConnection
+    _: KW_ONLY
+    host: str
+    timeout: float
+    report: Callable[[GroupStatus], None]
+
+    def __post_init__(self) -> None:
+        self._listener = open_listener(self.host)
+        self._membership = GroupMembership(self.member, listener_address(self._listener))
 
     def announce(self) -> None:
         """Report to the coordinator that this engine is available for a group."""
-        self._report(self._membership.status)
+        self.report(self._membership.status)
 
     def ordered(self, order: FormGroup) -> "EngineGroup | None":
         """Carry out an order; return the group if the engine has joined it."""
         before = self._membership.status
         assignment = self._membership.ordered(order)
         if self._membership.status != before:
-            self._connection.detach()
-            self._report(self._membership.status)
+            self.connection.detach()
+            self.report(self._membership.status)
         if assignment is None:
             return None
         if assignment.address:
@@ -105,36 +101,36 @@ class Grouping:
 
     def leave_broken(self, error: GroupBroken) -> None:
         """Leave a broken group; the coordinator will form another."""
-        if self._connection.is_superseded:
+        if self.connection.is_superseded:
             logger.info("another group is being formed")
         else:
             logger.warning("%s", error)
-        self._connection.detach()
+        self.connection.detach()
         self._membership.lost()
-        self._report(self._membership.status)
+        self.report(self._membership.status)
 
     def close(self) -> None:
         """Leave the group for good."""
-        self._connection.detach()
+        self.connection.detach()
         self._listener.close()
 
     def _prepare(self, assignment: GroupAssignment) -> None:
-        self._executor.prepare_group(assignment.position, assignment.size)
+        self.executor.prepare_group(assignment.position, assignment.size)
         if self._listener.fileno() < 0:  # it was used for the previous group
-            self._listener = open_listener(self._host)
+            self._listener = open_listener(self.host)
         self._membership.prepared(listener_address(self._listener))
-        self._report(self._membership.status)
+        self.report(self._membership.status)
 
     def _join(self, assignment: GroupAssignment) -> "EngineGroup | None":
         topology, position, size, address = assignment
-        spec = GroupSpec(address, position, size, topology, self._timeout)
+        spec = GroupSpec(address, position, size, topology, self.timeout)
         is_leader = position == 0
         try:
-            group = self._executor.join_group(spec, self._listener if is_leader else None)
+            group = self.executor.join_group(spec, self._listener if is_leader else None)
         except GroupBroken as error:
             self.leave_broken(error)
             return None
-        self._connection.attach(group)
+        self.connection.attach(group)
         self._membership.joined()
-        self._report(self._membership.status)
+        self.report(self._membership.status)
         return group

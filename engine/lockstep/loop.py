@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -44,41 +45,28 @@ GATHER_INTERVAL = 16
 """Steps from one gather to the next if the admission policy needs none."""
 
 
+@dataclass(eq=False)
 class LockstepLoop:
     """Takes part in the steps of a group."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        wave: EngineWave,
-        grouping: Grouping,
-        shutdown: Shutdown,
-        inbox: "SimpleQueue[InboxItem]",
-        outlet: Outlet,
-        watch: StepWatch,
-        *,
-        on_iteration: Callable[[], None],
-        on_drain: Callable[[], None],
-        on_wave: Callable[[int], None],
-        on_joined: Callable[[], None],
-    ) -> None:
-        """Connect the parts.
+    core: EngineCore
+    wave: EngineWave
+    grouping: Grouping
+    shutdown: Shutdown
+    inbox: "SimpleQueue[InboxItem]"
+    outlet: Outlet
+    watch: StepWatch
+    _: KW_ONLY
+    on_iteration: Callable[[], None]
+    """Called in every iteration."""
+    on_drain: Callable[[], None]
+    on_wave: Callable[[int], None]
+    """Called after every gather."""
+    on_joined: Callable[[], None]
+    """Called for every new group."""
 
-        `on_iteration` is called in every iteration, `on_joined` for every new group, `on_wave`
-        after every gather.
-        """
-        self._core = core
-        self._wave = wave
-        self._grouping = grouping
-        self._shutdown = shutdown
-        self._inbox = inbox
-        self._outlet = outlet
-        self._watch = watch
-        self._on_iteration = on_iteration
-        self._on_drain = on_drain
-        self._on_wave = on_wave
-        self._on_joined = on_joined
-        self._deferred_calls = DeferredCalls(core, wave)
+    def __post_init__(self) -> None:
+        self._deferred_calls = DeferredCalls(self.core, self.wave)
         self._group: EngineGroup | None = None
         self._load: RankState | None = None
         self._launched: deque[tuple[float, int]] = deque()
@@ -93,16 +81,16 @@ class LockstepLoop:
             StepFailed: the model or the bookkeeping failed; the engine cannot continue.
             LockstepError: the ranks of the group are not in the same state.
         """
-        self._grouping.announce()
+        self.grouping.announce()
         while True:
-            stop = self._shutdown.due(time.monotonic())
+            stop = self.shutdown.due(time.monotonic())
             if stop is not None:
                 return stop
             try:
                 self._run_once()
             except GroupBroken as error:
                 self._end_group()
-                self._grouping.leave_broken(error)
+                self.grouping.leave_broken(error)
 
     def end(self) -> None:
         """Abandon steps in flight after `run`, so that the group's connections can be closed."""
@@ -112,8 +100,8 @@ class LockstepLoop:
     def _run_once(self) -> None:
         """Perform one action."""
         if self._load is None:
-            self._load = self._core.steps.rank_state(self._last_step_us)
-        action = self._wave.next_action(self._core.needs_steps, self._load)
+            self._load = self.core.steps.rank_state(self._last_step_us)
+        action = self.wave.next_action(self.core.needs_steps, self._load)
         self._send_reports()
         match action:
             case Park() if self._deferred_calls.settle():
@@ -134,33 +122,33 @@ class LockstepLoop:
         assert self._group is not None
         pending = self._group.all_gather_rows(row.pack())
         while not pending.wait_for(GATHER_PATIENCE):
-            self._on_iteration()
-            self._wave.tick(time.monotonic())
+            self.on_iteration()
+            self.wave.tick(time.monotonic())
             self._send_reports()
-        self._wave.gathered(pending.wait())
-        self._on_wave(self._wave.wave)
+        self.wave.gathered(pending.wait())
+        self.on_wave(self.wave.wave)
         self._deferred_calls.gathered()
-        if not self._wave.running:
+        if not self.wave.running:
             self._send_answers()
             self._send_stats()
 
     def _launch(self, action: Step) -> None:
-        self._launched.append((time.monotonic(), self._core.next_tokens))
+        self._launched.append((time.monotonic(), self.core.next_tokens))
         # Without overlap the step is computed here.
-        with nullcontext() if self._wave.overlaps else self._watched():
-            self._core.steps.launch_together(action.number, action.loads)
-        self._wave.launched()
+        with nullcontext() if self.wave.overlaps else self._watched():
+            self.core.steps.launch_together(action.number, action.loads)
+        self.wave.launched()
         self._load = None
         self._send_answers()  # a request that will run alone is announced before it runs
 
     def _land(self, *, drains: bool) -> None:
-        with self._watched() if self._wave.overlaps else nullcontext():
-            step = self._core.land_together()
+        with self._watched() if self.wave.overlaps else nullcontext():
+            step = self.core.land_together()
         now = time.monotonic()
         launched_at, _ = self._launched.popleft()
         self._last_step_us = int((now - max(launched_at, self._landed_at)) * 1e6)
         self._landed_at = now
-        self._wave.landed()
+        self.wave.landed()
         self._load = None
         self._send_step(step)
         if drains:
@@ -170,23 +158,23 @@ class LockstepLoop:
     def _watched(self) -> Iterator[None]:
         """Watch the steps in flight; the engine is ended if they hang."""
         tokens = sum(max_tokens for _, max_tokens in self._launched)
-        self._watch.begin(tokens, time.monotonic())
+        self.watch.begin(tokens, time.monotonic())
         try:
             yield
         finally:  # also when a lost member has failed the step
-            self._watch.end()
+            self.watch.end()
 
     # -- input -----------------------------------------------------------------------------------
 
     def _drain(self, within: float) -> None:
-        needed_steps = self._core.needs_steps
-        self._on_iteration()
-        items = receive(self._inbox, self._shutdown.wait(within))
+        needed_steps = self.core.needs_steps
+        self.on_iteration()
+        items = receive(self.inbox, self.shutdown.wait(within))
         for item in items:
             self._handle(item)
         self._load = None
         self._send_answers()
-        if (within and not items) or (self._core.needs_steps and not needed_steps):
+        if (within and not items) or (self.core.needs_steps and not needed_steps):
             # The age of stats distinguishes idle from dead, and the start of work has to be
             # reported.
             self._send_stats()
@@ -194,33 +182,33 @@ class LockstepLoop:
     def _handle(self, item: InboxItem) -> None:
         match item:
             case Drain() | Stop():
-                self._shutdown.request(item, time.monotonic())
+                self.shutdown.request(item, time.monotonic())
                 if isinstance(item, Drain):
-                    self._on_drain()
+                    self.on_drain()
             case FormGroup():
                 self._form(item)
             case UtilityCall() if self._deferred_calls.take(item):
                 pass
             case FleetOrder():
-                for call in self._core.halting.accept(item):
+                for call in self.core.halting.accept(item):
                     self._handle(call)
             case Welcomed():
                 pass  # it is a member already
             case _:
-                self._core.handle(item)
+                self.core.handle(item)
 
     # -- group changes ---------------------------------------------------------------------------
 
     def _form(self, order: FormGroup) -> None:
         if self._group is not None and order.topology > self._group.topology:
             self._end_group()
-        group = self._grouping.ordered(order)
+        group = self.grouping.ordered(order)
         if group is not None:
-            interval = 1 if self._core.steps.joined_group(group.size) else GATHER_INTERVAL
-            self._wave.regroup(group.topology, is_leader=group.rank == 0, gather_interval=interval)
+            interval = 1 if self.core.steps.joined_group(group.size) else GATHER_INTERVAL
+            self.wave.regroup(group.topology, is_leader=group.rank == 0, gather_interval=interval)
             self._group = group
             logger.info("joined group %d as %d of %d", group.topology, group.rank + 1, group.size)
-            self._on_joined()
+            self.on_joined()
 
     def _end_group(self) -> None:
         """Abort the group and abandon its steps in flight."""
@@ -229,27 +217,27 @@ class LockstepLoop:
             return
         group.abort()
         with self._watched():
-            self._core.steps.abandon_pending()
+            self.core.steps.abandon_pending()
         self._launched.clear()
-        self._wave.group_lost()
+        self.wave.group_lost()
 
     # -- output ----------------------------------------------------------------------------------
 
     def _send_reports(self) -> None:
-        for report in self._wave.take_reports():
-            self._outlet.report(report)
+        for report in self.wave.take_reports():
+            self.outlet.report(report)
 
     def _send_answers(self) -> None:
-        answers = self._core.answers()
+        answers = self.core.answers()
         if answers is not None:
             self._send_step(answers)
 
     def _send_stats(self) -> None:
-        self._outlet.send_step(CoreStep({}, [], self._core.stats()))
+        self.outlet.send_step(CoreStep({}, [], self.core.stats()))
 
     def _send_step(self, step: CoreStep) -> None:
         """Send outputs; if they announce a request that runs alone, wait until they have
         arrived."""
-        self._outlet.send_step(step)
+        self.outlet.send_step(step)
         if step.exclusive_changes:
             time.sleep(ANNOUNCEMENT_SECONDS)

@@ -7,6 +7,7 @@ gathered by slot, so that each is only multiplied with its own adapter.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -117,20 +118,15 @@ class AdaptedLinear(Module):
         self.register_buffer("a", None)
         self._b: list[Tensor] = []
         """[slots, rank, width] per module."""
-        self._used: set[int] = set()
+        self.used: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, in] to [rows, out] with the adapters of `AdapterBank.current`."""
         y = self.base(x)
         rows = self._bank.current
-        if rows is not None and self.a is not None and self._used:
+        if rows is not None and self.a is not None and self.used:
             self._add(self.a, y, x, rows)
         return y
-
-    @property
-    def any_used(self) -> bool:
-        """Whether any slot's adapter changes this product."""
-        return bool(self._used)
 
     def allocate(self, inputs: int) -> None:
         """Allocate A and B for all slots."""
@@ -145,11 +141,11 @@ class AdaptedLinear(Module):
         """Replace the adapter of a slot."""
         parts = [weights.get(name) for name in self.names]
         there = [part for part in parts if part is not None]
-        if slot in self._used and self.a is not None:
+        if slot in self.used and self.a is not None:
             self.a[slot].zero_()
             for each in self._b:
                 each[slot].zero_()
-            self._used.discard(slot)
+            self.used.discard(slot)
         if not there:
             return
         if self.a is None:
@@ -161,7 +157,7 @@ class AdaptedLinear(Module):
             rank, first = len(part.a), index * self._bank.rank
             self.a[slot, first : first + rank].copy_(part.a)
             self._b[index][slot, :rank].copy_(part.b.T)
-        self._used.add(slot)
+        self.used.add(slot)
 
     def _add(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         """Add to y [rows, outputs], in place, the adapters' products with x [rows, inputs]."""
@@ -181,7 +177,7 @@ class AdaptedLinear(Module):
     def _add_gathered(self, matrices: Tensor, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
         product = _by_blocks if self._bank.by_rows else torch.matmul
         for slot, here in rows.by_slot:
-            if slot not in self._used:
+            if slot not in self.used:
                 continue
             some, a = x.index_select(0, here), matrices[slot].T
             inner = a.index_select(0, some) if self._is_embedding else product(some, a)
@@ -199,6 +195,7 @@ def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
     ]
 
 
+@dataclass(eq=False)
 class AdapterBank:
     """A model's adapter slots, and the adapters of the rows being computed.
 
@@ -206,38 +203,27 @@ class AdapterBank:
     model before it runs.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        rank: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        sharding: TensorSharding | None = None,
-        by_rows: bool = False,
-    ) -> None:
-        """Create slots for adapters of at most this rank.
+    num_slots: int
+    rank: int
+    _: KW_ONLY
+    dtype: torch.dtype
+    device: torch.device
+    sharding: TensorSharding | None = None
+    """The part of each matrix held by this process."""
+    by_rows: bool = False
+    """Whether a row's result must not depend on other rows or the slot."""
 
-        Args:
-            sharding: the part of each matrix held by this process.
-            by_rows: whether a row's result must not depend on other rows or the slot.
-        """
-        self.num_slots = num_slots
-        self.rank = rank
-        self.by_rows = by_rows
+    def __post_init__(self) -> None:
         self.current: AdapterRows | None = None
         """Adapters of the rows being computed; None if no row has one."""
-        self._dtype = dtype
-        self._device = device
-        self._sharding = sharding
         self._products: list[AdaptedLinear] = []
-        self._head: AdaptedLinear | None = None
+        self.head: AdaptedLinear | None = None
         self._experts: list[AdaptedLinear] = []
-        self._adapts_experts = False
+        self.adapts_experts = False
 
     def rows(self, slots: npt.NDArray[np.int64]) -> AdapterRows | None:
         """Return rows with the adapters of these slots; None if no row has one."""
-        return AdapterRows.of(slots, self._device, self._dtype)
+        return AdapterRows.of(slots, self.device, self.dtype)
 
     def adapted(
         self,
@@ -262,20 +248,10 @@ class AdapterBank:
             adapted.allocate(inputs)
         self._products.append(adapted)
         if of == "head":
-            self._head = adapted
+            self.head = adapted
         elif of == "expert":
             self._experts.append(adapted)
         return adapted
-
-    @property
-    def rows_of_experts(self) -> AdapterRows | None:
-        """The rows being computed, if adapters change any experts."""
-        return self.current if self._adapts_experts else None
-
-    @property
-    def adapts_head(self) -> bool:
-        """Whether adapters change the LM head."""
-        return self._head is not None and self._head.any_used
 
     @torch.inference_mode()
     def write(self, slot: int, weights: AdapterWeights) -> None:
@@ -284,15 +260,15 @@ class AdapterBank:
         Args:
             weights: of the whole model; only this process's part is copied.
         """
-        if self._sharding is not None:
-            weights = {name: _part(self._sharding, name, pair) for name, pair in weights.items()}
+        if self.sharding is not None:
+            weights = {name: _part(self.sharding, name, pair) for name, pair in weights.items()}
         for product in self._products:
             product.write(slot, weights)
-        self._adapts_experts = any(product.any_used for product in self._experts)
+        self.adapts_experts = any(product.used for product in self._experts)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros in the compute dtype."""
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 def _part(sharding: TensorSharding, name: str, pair: LowRank) -> LowRank:

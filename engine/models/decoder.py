@@ -207,16 +207,6 @@ class Decoder(Module, finds_hooks=True):
         found = enumerate(layer.sparse for layer in layers)
         return {index: sparse for index, sparse in found if sparse is not None}
 
-    @property
-    def last_group(self) -> int:
-        """The cache group of the last layer."""
-        return self.spec.cache_groups.group_of(self.spec.num_layers - 1)
-
-    @property
-    def last_window(self) -> int | None:
-        """The sliding window of the last layer."""
-        return self.spec.windows[-1]
-
     def forward(
         self, step: StepTokens, cache: list[Tensor], incoming: Tensor | None = None
     ) -> Tensor:

@@ -24,10 +24,6 @@ from engine.models.spec import MoeSpec
 
 _SMALLEST_SUM = 1e-20
 _FEW_TOKENS = 64
-_MAX_WASTE = 4
-"""Maximum ratio of computed to required expert arithmetic, to save calls."""
-_SMALL_LAYER = 16 * 2**20
-"""Bytes of a layer's experts that fit a processor's cache."""
 
 
 class Router(Module):
@@ -202,11 +198,6 @@ class StackedExperts(Module):
         ]
         """Views of the same weights."""
 
-    @staticmethod
-    def is_small_enough(num_experts: int, per_token: int, num_bytes: int) -> bool:
-        """Return whether a layer with this many experts and bytes is small enough."""
-        return num_experts <= _MAX_WASTE * per_token and num_bytes <= _SMALL_LAYER
-
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, as `Experts` does."""
         if len(x) > _FEW_TOKENS:
@@ -252,7 +243,9 @@ def run_experts(
     counts = torch.bincount(chosen, minlength=len(experts)).tolist()
     tokens = rows.index_select(0, order)
     gathered = x.index_select(0, tokens)
-    adapted = None if adapters is None else adapters.rows_of_experts
+    adapted = None
+    if adapters is not None and adapters.adapts_experts:
+        adapted = adapters.current
     outputs = []
     first = 0
     for expert, count in zip(experts, counts, strict=True):

@@ -43,7 +43,7 @@ from engine.kv_events.events import KvEventLog
 from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
 from engine.kv_tiers.opening import BadTiers, KvMemory, check_tiers, model_name, open_tiers
 from engine.kv_tiers.tiers import KvTiers
-from engine.kv_transfer.opening import open_port
+from engine.kv_transfer.port import open_port
 from engine.kv_transfer.settings import read_transfer
 from engine.lockstep.grouping import GroupConnection, Grouping
 from engine.lockstep.loop import LockstepLoop
@@ -54,9 +54,8 @@ from engine.models.fallback.choice import check_fallback, implementation
 from engine.models.hf_config import read_config, read_spec
 from engine.models.spec import check_heads
 from engine.process.early_stop import EarlyStop
-from engine.process.receiver import Receiver, build_reception
+from engine.process.receiver import Receiver, build_reception, configured_adapters
 from engine.process.reception import Serve, SetAdapters, SetGroupStatus, StartDrain
-from engine.shared.adapters import configured_adapters
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import EngineConfig
 from engine.shared.health import Health, serve_health
@@ -368,7 +367,6 @@ class EngineProcess:
                 self._context.destroy(linger=0)
 
     def _open_tiers(self, executor: KvMemory, fingerprint: str, rank: int) -> None:
-        """Open the KV tiers, and the port that exchanges KV blocks with other engines."""
         self._kv_memory = executor
         counters, port = EngineCounters(), None
         opened = open_port(
@@ -381,7 +379,7 @@ class EngineProcess:
         )
         if opened is not None:
             port, self._kv_role, self._kv_address = opened
-            logger.info("KV blocks: role %s %s", opened.role, opened.address)
+            logger.info("KV blocks: role %s %s", self._kv_role, self._kv_address)
         transfer = read_transfer(self._config.cache, rank)
         try:
             self._tiers = open_tiers(
@@ -398,7 +396,6 @@ class EngineProcess:
             raise
 
     def _open_kv_events(self, executor: Executor, rank: int) -> None:
-        """Publish KV cache events, if configured."""
         cache = self._config.cache
         settings = read_settings(cache.kv_events_config)
         if settings is None:
@@ -547,7 +544,6 @@ class EngineProcess:
                 raise CannotStart(f"--lora-modules {entry.name}={entry.path}: {error}")
 
     def _weights_changed(self, setup: EngineSetup) -> None:
-        """Report replaced weights to the cluster; KV blocks in tiers are keyed by them."""
         if self._tiers is not None and self._kv_memory is not None:
             self._tiers.model = model_name(self._kv_memory, setup.model_fingerprint)
         self._receiver.submit(Serve(setup))

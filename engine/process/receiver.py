@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from queue import SimpleQueue
 from typing import Any, assert_never
 
@@ -36,11 +37,18 @@ from engine.process.reception import (
     Supersede,
     Tick,
 )
-from engine.shared.adapters import configured_adapters
-from engine.shared.config import EngineConfig
+from engine.shared.config import EngineConfig, LoraConfig
 from engine.shared.group_config import group_config
-from engine.shared.membership import Identity, Membership
-from engine.shared.messages import CoordinatorReply, EngineInput, GroupOrder, encode
+from engine.shared.membership import Membership
+from engine.shared.messages import (
+    AdapterEntry,
+    AdapterTable,
+    CoordinatorReply,
+    EngineInput,
+    GroupOrder,
+    Hello,
+    encode,
+)
 from engine.shared.process_state import process_use
 from engine.shared.scope import node_name
 from engine.shared.transport import Inbox, Transport
@@ -51,10 +59,21 @@ _SUBSCRIBE_ALL = b"\x01"
 _CONTROL_ADDRESS = "inproc://receiver-control"
 
 
+def configured_adapters(config: LoraConfig) -> AdapterTable | None:
+    """Return a new cluster's first adapter table; None if LoRA is disabled."""
+    if not config.enable_lora:
+        return None
+    entries = [
+        AdapterEntry(serial, module.name, module.path, confined=False)
+        for serial, module in enumerate(config.modules, 1)
+    ]
+    return AdapterTable(0, entries)
+
+
 def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -> Reception:
     """Return the state machine for the engine that `config` describes."""
     cluster, rank = config.cluster, config.parallel.data_parallel_rank
-    identity = Identity(
+    identity = Hello(
         kind="engine",
         index=-1 if rank is None else rank,
         incarnation=incarnation,
@@ -74,14 +93,11 @@ def build_reception(config: EngineConfig, incarnation: int, *, lockstep: bool) -
 
 
 class _Sockets:
-    """The sockets that one thread reads from, and their handlers."""
-
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
 
     def listen(self, socket: "zmq.Socket[bytes]", handle: Callable[[], None]) -> None:
-        """Call `handle` whenever the socket is readable."""
         self._handlers[socket] = handle
         self._poller.register(socket, zmq.POLLIN)
 
@@ -105,7 +121,6 @@ class _Sockets:
             self._handlers[socket]()
 
     def forget(self, socket: "zmq.Socket[bytes]") -> None:
-        """Close a socket."""
         self._poller.unregister(socket)
         del self._handlers[socket]
         socket.close(linger=0)
@@ -116,49 +131,40 @@ class _Sockets:
             each.close(linger=200 if each is last else 0)
 
 
+@dataclass(eq=False)
 class Receiver:
     """Runs the receiver thread from `start` to `stop`."""
 
-    def __init__(
-        self,
-        coordinator_address: str,
-        incarnation: int,
-        transport: Transport,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        *,
-        reception: Reception,
-        inbox: "SimpleQueue[InboxItem]",
-        outputs: Sender,
-        connection: GroupConnection,
-        on_routed: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Connect the parts; `on_routed` is called once, when front ends route to a ready
-        engine."""
-        self._reception = reception
-        self._incarnation = incarnation
-        self._transport = transport
-        self._inbox = inbox
-        self._outputs = outputs
-        self._connection = connection
-        self._on_routed = on_routed
-        self._clock = clock
+    coordinator_address: str
+    incarnation: int
+    transport: Transport
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    _: KW_ONLY
+    reception: Reception
+    inbox: "SimpleQueue[InboxItem]"
+    outputs: Sender
+    connection: GroupConnection
+    on_routed: Callable[[], None]
+    """Called once, when front ends route to a ready engine."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._requests: dict[int, zmq.Socket[bytes]] = {}
         self._orders: zmq.Socket[bytes] | None = None
         self.sockets = _Sockets()
-        self._registration = transport.connect(
-            zmq.DEALER, coordinator_address, identity=f"engine-{incarnation:x}".encode()
+        self._registration = self.transport.connect(
+            zmq.DEALER, self.coordinator_address, identity=f"engine-{self.incarnation:x}".encode()
         )
         self.sockets.serve(
             Inbox(self._registration, CoordinatorReply, "registration"), self._handle
         )
-        watch = transport.watch(self._registration, coordinator_address, binder=False)
+        watch = self.transport.watch(self._registration, self.coordinator_address, binder=False)
         if watch is not None:
             self.sockets.listen(watch.socket, watch.check)
         # The loop's thread alone uses its end of the control pair.
-        self._control = context.socket(zmq.PAIR)
+        self._control = self.context.socket(zmq.PAIR)
         self._control.bind(_CONTROL_ADDRESS)
-        woken = context.socket(zmq.PAIR)
+        woken = self.context.socket(zmq.PAIR)
         woken.connect(_CONTROL_ADDRESS)
         self.sockets.listen(woken, lambda: self._command(woken))
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -190,17 +196,17 @@ class Receiver:
     def _run(self) -> None:
         try:
             while not self.is_closed:
-                self.sockets.poll(self._reception.deadline - self._clock())
+                self.sockets.poll(self.reception.deadline - self.clock())
                 self.tick()
         except Exception as error:
             logger.exception("the receiver failed")
-            self._inbox.put(Stop(f"receiver failed: {error}"))
+            self.inbox.put(Stop(f"receiver failed: {error}"))
         finally:
             self.sockets.close(self._registration)
 
     def tick(self) -> None:
         """Pass a `Tick` to `Reception` if its deadline has passed."""
-        if self._clock() >= self._reception.deadline:
+        if self.clock() >= self.reception.deadline:
             self._handle(Tick())
 
     def _command(self, woken: "zmq.Socket[bytes]") -> None:
@@ -208,44 +214,42 @@ class Receiver:
         self._handle(self._commands.get_nowait())
 
     def _handle(self, event: Event) -> None:
-        for action in self._reception.handle(event, self._clock()):
+        for action in self.reception.handle(event, self.clock()):
             self._do(action)
 
     def _do(self, action: Action) -> None:
         match action:
             case Deliver(item):
-                self._inbox.put(item)
+                self.inbox.put(item)
             case Register(message):
                 self._registration.send(encode(message))
             case SendHello(front_end, hello):
                 self._requests[front_end].send(encode(hello))
             case Connect(entry):
-                self._outputs.connect_front_end(
-                    entry.index, entry.addresses.outputs, entry.protocol
-                )
-                identity = f"{self._reception.rank}-{self._incarnation:x}".encode()
-                requests = self._transport.connect(
+                self.outputs.connect_front_end(entry.index, entry.addresses.outputs, entry.protocol)
+                identity = f"{self.reception.rank}-{self.incarnation:x}".encode()
+                requests = self.transport.connect(
                     zmq.DEALER, entry.addresses.requests, identity=identity
                 )
                 self._requests[entry.index] = requests
                 self.sockets.serve(Inbox(requests, EngineInput, "requests"), self._handle)
             case Disconnect(front_end):
                 self.sockets.forget(self._requests.pop(front_end))
-                self._outputs.disconnect_front_end(front_end)
+                self.outputs.disconnect_front_end(front_end)
             case Follow(orders_address, reports_address):
                 if self._orders is not None:
                     self.sockets.forget(self._orders)
-                self._orders = self._transport.connect(zmq.XSUB, orders_address)
+                self._orders = self.transport.connect(zmq.XSUB, orders_address)
                 self._orders.send(_SUBSCRIBE_ALL)
                 self.sockets.serve(Inbox(self._orders, GroupOrder, "back publish"), self._handle)
-                self._outputs.connect_coordinator(reports_address)
+                self.outputs.connect_coordinator(reports_address)
             case Supersede(topology):
-                self._connection.ordered(topology)
+                self.connection.ordered(topology)
             case Announce(unconfirmed):
                 if unconfirmed:
                     names = ", ".join(map(str, unconfirmed))
                     logger.warning("ready, but front ends %s do not route here yet", names)
-                self._on_routed()
+                self.on_routed()
             case Close():
                 self.is_closed = True
             case _:

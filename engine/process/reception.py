@@ -6,6 +6,7 @@ the receiver's actions in order; `deadline` is the latest time for a `Tick`.
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core.events import FrontEndJoined, FrontEndLeft, InboxItem, Rejoined, Stop, Welcomed
@@ -146,6 +147,7 @@ Action = (
 )
 
 
+@dataclass(eq=False)
 class FrontEndLinks:
     """The connections of one engine process to all front ends within its scope.
 
@@ -162,22 +164,23 @@ class FrontEndLinks:
         interval: seconds between hellos.
     """
 
-    def __init__(self, incarnation: int, node: str, grace: float, interval: float) -> None:
-        self._incarnation = incarnation
-        self._node = node
-        self._interval = interval
-        self._roster: Roster[FrontEndEntry] = Roster(grace)
+    incarnation: int
+    node: str
+    grace: float
+    interval: float
+
+    def __post_init__(self) -> None:
+        self._roster: Roster[FrontEndEntry] = Roster(self.grace)
         self._sessions: dict[int, int] = {}
         self._num_sessions = 0
         self._next_hello_at = 0.0
-        self._grace = grace
         self._confirm_until: float | None = None
         self._drains = False
         self._answered: set[int] = set()
 
     def serve(self, now: float) -> None:
         """Start asking all front ends whether they route to the engine, which now serves."""
-        self._confirm_until = now + self._grace
+        self._confirm_until = now + self.grace
         self._next_hello_at = now
 
     def drain(self, now: float) -> None:
@@ -205,13 +208,13 @@ class FrontEndLinks:
     @property
     def wait(self) -> float:
         """Maximum seconds until the next call of `tick`."""
-        return self._interval if self._confirm_until is None else CONFIRMATION_INTERVAL
+        return self.interval if self._confirm_until is None else CONFIRMATION_INTERVAL
 
     def update(
         self, rank: int, epoch: int, entries: list[FrontEndEntry], now: float
     ) -> list[Action]:
         """Apply a complete list from the coordinator of `epoch`; `rank` is this engine's."""
-        listed = {each.index: each for each in entries if each.scope.contains(rank, self._node)}
+        listed = {each.index: each for each in entries if each.scope.contains(rank, self.node)}
         change = self._roster.update(epoch, listed, now)
         actions = self._remove(change.left)
         for index in change.joined:
@@ -243,7 +246,7 @@ class FrontEndLinks:
             SendHello(
                 index,
                 RouteHello(
-                    rank, self._incarnation, self._sessions[index], wants_reply, self._drains
+                    rank, self.incarnation, self._sessions[index], wants_reply, self._drains
                 ),
             )
             for index in indices

@@ -3,6 +3,7 @@
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 import numpy as np
@@ -79,8 +80,6 @@ _WARM_UPS = 2
 
 
 class _Graph(msgspec.Struct, frozen=True):
-    """A recorded step with its input and output tensors."""
-
     graph: torch.cuda.CUDAGraph
     step: StepTokens
     plan: TilePlan
@@ -98,31 +97,26 @@ def recordable_attention(model: Decoder, block_size: int) -> KernelAttention | N
     return chosen if isinstance(chosen, KernelAttention) else None
 
 
+@dataclass(eq=False)
 class DecodeGraphs:
     """Decode steps, recorded per size on first use."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        attention: KernelAttention,
-        cache: list[Tensor],
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        scratch_block: int,
-    ) -> None:
-        """Prepare to record; `scratch_block` is a block of the cache that no sequence uses."""
-        self._model = model
-        self._attention = attention
-        self._cache = cache
-        self._block_size = cache[0].shape[1]
-        self._max_model_len = max_model_len
-        self._width = -(-(max_model_len + 1) // self._block_size)
-        self._scratch_block = scratch_block
-        self._sizes = graph_sizes(max_num_seqs)
+    model: Decoder
+    attention: KernelAttention
+    cache: list[Tensor]
+    _: KW_ONLY
+    max_num_seqs: int
+    max_model_len: int
+    scratch_block: int
+    """A block of the cache that no sequence uses."""
+
+    def __post_init__(self) -> None:
+        self._block_size = self.cache[0].shape[1]
+        self._width = -(-(self.max_model_len + 1) // self._block_size)
+        self._sizes = graph_sizes(self.max_num_seqs)
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
         """Recording requires a stream other than the current one."""
 
     def run(self, rows: BatchRows, shape: AttentionRows) -> Tensor | None:
@@ -132,7 +126,7 @@ class DecodeGraphs:
         if size is None or len(shape.counts) != count:
             return None
         padded = pad_decode(
-            rows, shape, size=size, width=self._width, scratch_block=self._scratch_block
+            rows, shape, size=size, width=self._width, scratch_block=self.scratch_block
         )
         graph = self._graphs.get(size)
         if graph is None:
@@ -141,33 +135,31 @@ class DecodeGraphs:
             refill(graph.step.token_ids, padded.token_ids)
             refill(graph.step.positions, padded.positions)
             refill(graph.step.slots, padded.cache_slots)
-            self._attention.replan(graph.plan, padded.num_keys, padded.block_tables)
+            self.attention.replan(graph.plan, padded.num_keys, padded.block_tables)
         graph.graph.replay()
         return graph.hidden[:count]
 
     def _record(self, padded: PaddedDecode, shape: AttentionRows) -> _Graph:
         step, plan = self._inputs(padded, shape)
-        current = torch.cuda.current_stream(self._model.device)
+        current = torch.cuda.current_stream(self.model.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # cache writes are repeated by the replay
-                self._model(step, self._cache)
+                self.model(step, self.cache)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Graphs run sequentially, so they share their memory pool.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            hidden = self._model(step, self._cache)
+            hidden = self.model(step, self.cache)
         logger.debug("recorded a decode step of %d rows", len(padded.token_ids))
         return _Graph(graph, step, plan, hidden)
 
     def _inputs(self, padded: PaddedDecode, shape: AttentionRows) -> tuple[StepTokens, TilePlan]:
         """Return the tensors that the recording reads at every replay."""
-        device = self._model.device
-        plan = self._attention.plan_decodes(
-            padded.num_keys, padded.block_tables, self._max_model_len
-        )
+        device = self.model.device
+        plan = self.attention.plan_decodes(padded.num_keys, padded.block_tables, self.max_model_len)
         step = StepTokens(
             token_ids=to_device(padded.token_ids, device),
             positions=to_device(padded.positions, device),
@@ -175,7 +167,7 @@ class DecodeGraphs:
             rows=shape,
             plans={
                 window: msgspec.structs.replace(plan, window=window)
-                for window in self._model.windows[0]
+                for window in self.model.windows[0]
             },
         )
         return step, plan

@@ -42,7 +42,7 @@ class HeadDrafts:
         self, head: DraftHead, table: SlotTable, num_kv_blocks: int, drawing: Drawing
     ) -> None:
         """Allocate the KV cache; `table` is the served model's."""
-        self._head = head
+        self.head = head
         self._table = table
         block, spec = head.block, head.spec
         self._drawing = drawing
@@ -60,24 +60,19 @@ class HeadDrafts:
         """[tokens, width] the head's input states from the step that is being computed."""
 
     def _new_states(self, count: int) -> Tensor:
-        block, shape = self._head.block, (count, self._head.spec.hidden_size)
+        block, shape = self.head.block, (count, self.head.spec.hidden_size)
         if block.device.type == "cpu":
             return untouched_zeros(shape, block.dtype)
         return torch.zeros(shape, dtype=block.dtype, device=block.device)
 
-    @property
-    def needs_final(self) -> bool:
-        """Whether it needs the final states of all tokens."""
-        return not self._head.is_tapping
-
     def new_taps(self) -> Taps:
         """Return the collector of the model's states in one step."""
-        return self._head.new_taps()
+        return self.head.new_taps()
 
     def store_states(self, hidden: Tensor, taps: Taps) -> None:
         """Store the head's inputs until the step's tokens are known: final states
-        [tokens, hidden], of all tokens if `needs_final`, or states between layers."""
-        self._found = taps.states() if self._head.is_tapping else hidden
+        [tokens, hidden], of all tokens unless the head is tapping, or states between layers."""
+        self._found = taps.states() if self.head.is_tapping else hidden
 
     def propose(self, plan: BatchPlan) -> BatchPlan:
         """Return the plan with `DRAFT_PLACEHOLDER` replaced by tokens; write these to the table.
@@ -98,7 +93,7 @@ class HeadDrafts:
         while len(rows):
             ones = np.ones_like(slots)
             out = self._run(slots, positions, ones, states, wants_draws=True)
-            logits, states = self._head.predict(out)
+            logits, states = self.head.predict(out)
             positions = positions + 1
             tokens = draft(logits, self._table, slots, positions, drawing=self._drawing)
             self._table.token_ids[slots, positions] = tokens
@@ -119,7 +114,7 @@ class HeadDrafts:
         `accepted`: number of accepted drafts per row with drafts.
         """
         assert self._found is not None, "the model has computed the step"
-        states, self._found = self._head.project(self._found), None
+        states, self._found = self.head.project(self._found), None
         counts = rows.counts.copy()
         for row, right in accepted.items():
             counts[row] = 1 + right
@@ -189,14 +184,14 @@ class HeadDrafts:
         plan = plain_plan(slots, starts, counts, np.full(len(slots), wants_draws))
         rows = batch_rows(plan, self._table)
         step = step_tokens(
-            self._head.block,
+            self.head.block,
             self._table,
             rows,
             attention_rows(rows, self._table),
             draws=None if wants_draws else draws_of(plan, rows),
         )
-        out: Tensor = self._head(step, states, self._cache)
+        out: Tensor = self.head(step, states, self._cache)
         return out
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return to_device(np.ascontiguousarray(array, dtype=np.int64), self._head.block.device)
+        return to_device(np.ascontiguousarray(array, dtype=np.int64), self.head.block.device)

@@ -218,8 +218,9 @@ def step_tokens(
     """
     device, final = model.device, None
     if draws is not None:
-        ends = draw_rows(draws, table).of_group(model.last_group)
-        plan = model.attention.plan(ends, model.last_window) if len(draws.tokens) else None
+        spec = model.spec
+        ends = draw_rows(draws, table).of_group(spec.cache_groups.group_of(spec.num_layers - 1))
+        plan = model.attention.plan(ends, spec.windows[-1]) if len(draws.tokens) else None
         final = FinalTokens(to_device(draws.tokens, device), plan)
     return StepTokens(
         token_ids=to_device(rows.token_ids, device),

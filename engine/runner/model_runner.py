@@ -243,7 +243,7 @@ class ModelRunner:
         plan, rows = started.plan, started.rows
         self._params |= {each.slot: each.pooling or PoolingParams() for each in plan.starting}
         ended = rows.samples
-        if pooler.pools_last_token:
+        if not pooler.spec.in_one_step:  # only the last state is needed
             hidden, _ = self._states(started)
             token_ids = np.zeros(len(ended), np.int64)  # used only for per-token vectors
             firsts, counts = np.arange(len(ended)), np.ones(len(ended), np.int64)
@@ -268,7 +268,7 @@ class ModelRunner:
     ) -> AdapterRows | None:
         """Return the adapters of some of a step's tokens, if logits depend on them."""
         bank = self.model.adapters
-        if adapters is None or bank is None or not bank.adapts_head:
+        if adapters is None or bank is None or bank.head is None or not bank.head.used:
             return None
         return adapters.select(self._tensor(tokens))
 
@@ -296,7 +296,7 @@ class ModelRunner:
         reporting = np.flatnonzero(self._table.sampling.prompt_logprobs[rows.slots] != NO_LOGPROBS)
         others = len(draws.tokens) < len(rows.token_ids)
         only_draws = others and not len(reporting) and self.model.is_single_process
-        if self._head is not None and self._head.needs_final:
+        if self._head is not None and not self._head.head.is_tapping:  # it needs all final states
             only_draws = False
         hidden = self._compute(started, draws if only_draws else None)
         prompt_logprobs = self._prompt_logprobs(started, reporting, hidden)

@@ -19,13 +19,8 @@ class Pooler:
 
     def __init__(self, spec: PoolingSpec, head: Rows | None) -> None:
         """`head` maps pooled states [rows, hidden] to a classifier's outputs [rows, labels]."""
-        self._spec = spec
+        self.spec = spec
         self._head = head
-
-    @property
-    def pools_last_token(self) -> bool:
-        """Whether only a sequence's last state is needed."""
-        return not self._spec.in_one_step
 
     def vectors(
         self,
@@ -44,7 +39,7 @@ class Pooler:
             params: one per sequence.
         """
         pooled = self._pooled(states, firsts, counts)
-        if self._spec.task == "embed":
+        if self.spec.task == "embed":
             rows = self._embeddings(pooled, params)
         else:
             rows = self._scores(pooled, params)
@@ -56,7 +51,7 @@ class Pooler:
 
     def _of_tokens(self, states: Tensor, token_ids: IntArray, params: PoolingParams) -> Floats:
         """Return the vectors of one sequence's tokens, [tokens, size]."""
-        spec = self._spec
+        spec = self.spec
         if spec.tokens is not None and spec.tokens.step_tag_id is not None:
             (steps,) = np.nonzero(token_ids == spec.tokens.step_tag_id)
             states = states[torch.from_numpy(steps).to(states.device)]
@@ -71,7 +66,7 @@ class Pooler:
 
     def _pooled(self, states: Tensor, firsts: IntArray, counts: IntArray) -> Tensor:
         """Return [sequences, hidden] in float32."""
-        match self._spec.pooling:
+        match self.spec.pooling:
             case "cls":
                 return states[torch.from_numpy(firsts).to(states.device)].float()
             case "last":
@@ -83,13 +78,13 @@ class Pooler:
                 return _reduced(states, counts, "mean") * roots.unsqueeze(1)
 
     def _embeddings(self, pooled: Tensor, params: list[PoolingParams]) -> list[Floats]:
-        whole = F.normalize(pooled, dim=1) if self._spec.normalize else pooled
+        whole = F.normalize(pooled, dim=1) if self.spec.normalize else pooled
         rows = list(whole.cpu().numpy())
         for index, each in enumerate(params):
             if each.activate and not each.dimensions:
                 continue
             row = pooled[index, : each.dimensions or None]
-            if each.activate and self._spec.normalize:
+            if each.activate and self.spec.normalize:
                 row = F.normalize(row, dim=0)
             rows[index] = row.cpu().numpy()
         return rows
@@ -104,11 +99,11 @@ class Pooler:
     def _outputs(self, states: Tensor) -> Tensor:
         """Return [rows, labels] of states [rows, hidden] in float32."""
         assert self._head is not None, "a classifier has a head"
-        outputs, scale = self._head(states), self._spec.logits
+        outputs, scale = self._head(states), self.spec.logits
         return outputs if scale is None else (outputs - scale.mean) / scale.sigma
 
     def _activated(self, outputs: Tensor) -> Tensor:
-        match self._spec.activation:
+        match self.spec.activation:
             case "sigmoid":
                 return outputs.sigmoid()
             case "softmax":

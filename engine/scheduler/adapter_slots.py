@@ -19,8 +19,6 @@ NO_ADAPTER = -1
 
 @dataclass(slots=True)
 class _Resident:
-    """An adapter that occupies a slot."""
-
     slot: int
     since: int
     """Step in which its current turn began."""

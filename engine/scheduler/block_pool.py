@@ -34,7 +34,17 @@ class BlockPool:
         """Return `count` blocks with one reference each, or None if fewer are free."""
         if count > self.num_free:
             return None
-        return [self._pop_free() for _ in range(count)]
+        allocated = []
+        for _ in range(count):
+            if self._blank:
+                block_id = self._blank.pop()
+            else:
+                block_id, _ = self._reusable.popitem(last=False)
+                self._is_cached[block_id] = 0
+                self.on_evict(block_id)
+            self._references[block_id] = 1
+            allocated.append(block_id)
+        return allocated
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to cached blocks."""
@@ -80,13 +90,3 @@ class BlockPool:
     def cached_blocks(self) -> set[int]:
         """Return the ids of all cached blocks, referenced or not."""
         return {block_id for block_id, is_cached in enumerate(self._is_cached) if is_cached}
-
-    def _pop_free(self) -> int:
-        if self._blank:
-            block_id = self._blank.pop()
-        else:
-            block_id, _ = self._reusable.popitem(last=False)
-            self._is_cached[block_id] = 0
-            self.on_evict(block_id)
-        self._references[block_id] = 1
-        return block_id

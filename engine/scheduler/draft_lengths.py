@@ -59,7 +59,6 @@ class _Counts:
             self.accepted[position] = self.accepted[position] * self._decay + (position < accepted)
 
     def estimate(self, position: int, prior: float) -> float:
-        """Return the acceptance probability at `position` if all before it were accepted."""
         return (self.accepted[position] + _WEIGHT * prior) / (self.verified[position] + _WEIGHT)
 
 

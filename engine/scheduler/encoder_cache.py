@@ -18,8 +18,6 @@ from engine.shared.messages import EncoderInput, EngineCounters
 
 @dataclass(slots=True)
 class _CachedImage:
-    """The cached embeddings of an image."""
-
     num_tokens: int
     step: int
     """Newest step that needs them."""

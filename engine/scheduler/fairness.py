@@ -63,7 +63,7 @@ class Fairness:
         """Running sequences by group."""
         self._num_followers = 0
         """Sequences other than the first of their request."""
-        self._mask_us: dict[int, int] = {}
+        self.mask_us: dict[int, int] = {}
         """Smoothed mask time in microseconds, by request id; only of expensive masks."""
         self._step = 0
         self._heavy: set[int] = set()
@@ -91,18 +91,13 @@ class Fairness:
         """Record that a sequence has stopped running."""
         self.shares.stop(request.tenant)
         decrement(self._running, request.group)
-        self._mask_us.pop(request.id, None)
+        self.mask_us.pop(request.id, None)
 
     def masked(self, request: Request, mask_us: int) -> None:
         """Record the time of a running sequence's newest masks; 0 if negligible."""
-        mask_us = max(mask_us, self._mask_us.pop(request.id, 0) // 2)
+        mask_us = max(mask_us, self.mask_us.pop(request.id, 0) // 2)
         if mask_us >= _COSTLY_US:
-            self._mask_us[request.id] = mask_us
-
-    @property
-    def any_costly_masks(self) -> bool:
-        """Whether any running sequence has expensive masks."""
-        return bool(self._mask_us)
+            self.mask_us[request.id] = mask_us
 
     # -- order -----------------------------------------------------------------------------------
 
@@ -225,9 +220,9 @@ class Fairness:
         """Begin the decodes of a step; return the ids of ready sequences that are held back."""
         self._step += 1
         limited = self._fraction is not None
-        weights = {id: 1 + self._costs.of_masks(us) for id, us in self._mask_us.items()}
+        weights = {id: 1 + self._costs.of_masks(us) for id, us in self.mask_us.items()}
         held: set[int] = set()
-        if limited and (self._num_followers or self._mask_us):
+        if limited and (self._num_followers or self.mask_us):
             held = self._groups.begin_step(ready, weights, self._step)
         else:
             self._groups.begin_unlimited_step()
@@ -248,13 +243,14 @@ class Fairness:
         mixed = self.mixed_tokens(rows)
         if self._fraction is not None:
             decode_cost = (self._costs.base + rows) / self._costs.prefill
-            tenant_factor = math.sqrt(max(1, self.shares.num_in_debt))
+            in_debt = len(self.shares.credit) if self.shares.contended else 0
+            tenant_factor = math.sqrt(max(1, in_debt))
             refill = int(self._fraction * decode_cost / tenant_factor)
             burst = max(_MAX_BURST, self._fraction * tenant_factor) * decode_cost
             max_together = max(1, int(burst - mixed), int(burst / 4))
         self.shares.begin_step(max(1, refill), mixed, max_together)
         if not rows and self._fraction is not None:
-            self.shares.begin_without_decodes()
+            self.shares.has_decodes = False
         self._quota = self.shares.quota()
 
     def mixed_tokens(self, rows: int) -> int:
@@ -301,4 +297,4 @@ class Fairness:
         self.shares.check_integrity(present, running)
         assert self._num_followers == sum(not each.is_first_sequence for each in present)
         assert self._running == Counter(each.group for each in running)
-        assert self._mask_us.keys() <= {each.id for each in running}
+        assert self.mask_us.keys() <= {each.id for each in running}

@@ -39,6 +39,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self._shape = shape or CacheShape(block_size)
+        self.num_groups = len(self._shape.windows)
+        """Number of layer groups, each with its own blocks."""
         self._caches = [PrefixCache() for _ in self._shape.windows]
         self.slides = bool(self._shape.sliding)
         """Whether sequences free blocks before they end."""
@@ -53,26 +55,16 @@ class KVCacheManager:
         """The group whose blocks are reported: one that keeps all positions, if any."""
         stores_evicted = tiers is not None and tiers.stores_evicted
         is_plain = self.num_groups == 1 and not stores_evicted and events is None
-        self._pool = BlockPool(
+        self.pool = BlockPool(
             num_blocks, on_evict=self._caches[0].evict if is_plain else self._evict
         )
         # Blocks that were written, even partly, before a reset must never be found after it.
         self._generation = 0
 
     @property
-    def num_groups(self) -> int:
-        """Number of layer groups, each with its own blocks."""
-        return len(self._caches)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence references."""
-        return self._pool.num_free
-
-    @property
     def usage(self) -> float:
         """Share of the blocks in use by sequences, 0 to 1."""
-        return 1.0 - self._pool.num_free / self._pool.num_blocks
+        return 1.0 - self.pool.num_free / self.pool.num_blocks
 
     def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[list[int]]:
         """Return the cached blocks of the longest known prefix, by group, without acquiring them.
@@ -112,13 +104,13 @@ class KVCacheManager:
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
         cached = self._cached(matched)
         num_new = self._num_new_blocks(matched, len(token_ids))
-        if sum(num_new) + self._pool.count_free(cached) + headroom > self._pool.num_free:
+        if sum(num_new) + self.pool.count_free(cached) + headroom > self.pool.num_free:
             return None
         # Acquire cached blocks first, so that the allocation does not evict them.
-        self._pool.acquire(cached)
+        self.pool.acquire(cached)
         table.clear()
         for ids, count in zip(matched, num_new, strict=True):
-            new = self._pool.allocate(count)
+            new = self.pool.allocate(count)
             assert new is not None
             group = GroupTable()
             group.first = group.num_sent = ids.count(FREED)
@@ -141,7 +133,7 @@ class KVCacheManager:
         matched = self.match(table, token_ids) if use_cache else [[] for _ in self._caches]
         cached = self._cached(matched)
         num_new = sum(self._num_new_blocks(matched, len(token_ids)))
-        return len(matched[0]) * self.block_size, num_new + self._pool.count_free(cached)
+        return len(matched[0]) * self.block_size, num_new + self.pool.count_free(cached)
 
     def fetch(
         self, table: BlockTable, token_ids: Sequence[int], source: KvSource | None = None
@@ -191,20 +183,20 @@ class KVCacheManager:
         assert self._tiers is not None
         acquired = self._cached(self.match(table, token_ids))
         num_cached = len(acquired)
-        self._pool.acquire(acquired)
+        self.pool.acquire(acquired)
         num_tokens = 0
         if fetch.generation == self._generation:
             index_of = {digest: index for index, digest in enumerate(table.digests)}
             for (group, digest), content in fetch.blocks:
-                if self._pool.num_free <= headroom:
+                if self.pool.num_free <= headroom:
                     break
                 if digest in self._caches[group].block_of:
                     continue
-                ids = self._pool.allocate(1)
+                ids = self.pool.allocate(1)
                 assert ids is not None
                 self._tiers.write_block(ids[0], content)
                 self._caches[group].insert(digest, ids[0])
-                self._pool.mark_cached(ids[0])
+                self.pool.mark_cached(ids[0])
                 self._report_stored(group, table, index_of[digest], token_ids)
                 acquired += ids
                 if group != self._reported_group:
@@ -214,7 +206,7 @@ class KVCacheManager:
                 else:
                     num_tokens += self.block_size
         self._tiers.discard(fetch)
-        self._pool.release([*reversed(acquired[num_cached:]), *reversed(acquired[:num_cached])])
+        self.pool.release([*reversed(acquired[num_cached:]), *reversed(acquired[:num_cached])])
         return num_tokens
 
     def discard(self, fetch: Fetch) -> None:
@@ -231,18 +223,18 @@ class KVCacheManager:
         if len(table.groups) == 1:  # as below without lists: hot path of decodes
             group = table.groups[0]
             count = max(0, num_blocks - len(group.ids))
-            if count + headroom > self._pool.num_free:
+            if count + headroom > self.pool.num_free:
                 return False
-            group.ids += self._pool.allocate(count) or ()
+            group.ids += self.pool.allocate(count) or ()
             table.capacity = len(group.ids) * self.block_size
             table.num_blocks += count
             table.num_unsent += count
             return True
         num_new = [max(0, num_blocks - len(group.ids)) for group in table.groups]
-        if sum(num_new) + headroom > self._pool.num_free:
+        if sum(num_new) + headroom > self.pool.num_free:
             return False
         for group, count in zip(table.groups, num_new, strict=True):
-            group.ids += self._pool.allocate(count) or ()
+            group.ids += self.pool.allocate(count) or ()
         self._measure(table)
         return True
 
@@ -258,7 +250,7 @@ class KVCacheManager:
         for number, (cache, group) in enumerate(zip(self._caches, table.groups, strict=True)):
             for index in range(table.num_committed, num_full):
                 if cache.insert(table.digests[index], group.ids[index]):
-                    self._pool.mark_cached(group.ids[index])
+                    self.pool.mark_cached(group.ids[index])
                     self._report_stored(number, table, index, token_ids)
                     if tiers is not None:
                         tiers.store((number, table.digests[index]), group.ids[index])
@@ -277,7 +269,7 @@ class KVCacheManager:
             group = table.groups[number]
             first = self._shape.first_needed(number, num_computed)
             passed = group.ids[group.first : first]
-            self._pool.release(passed)
+            self.pool.release(passed)
             group.ids[group.first : first] = [FREED] * len(passed)
             group.first += len(passed)
         self.refill(table)
@@ -292,13 +284,13 @@ class KVCacheManager:
             group = table.groups[number]
             end = min(table.num_admitted, group.first + self._shape.spans[number])
             num_missing = max(0, end - len(group.ids))
-            group.ids += self._pool.allocate(min(num_missing, self._pool.num_free)) or ()
+            group.ids += self.pool.allocate(min(num_missing, self.pool.num_free)) or ()
         self._measure(table)
         return table.capacity > before
 
     def free(self, table: BlockTable) -> None:
         """Free all blocks of a table; the end of a prefix is evicted before its start."""
-        self._pool.release(table.held())
+        self.pool.release(table.held())
         table.clear()
 
     def reset_prefix_cache(self) -> int:
@@ -306,7 +298,7 @@ class KVCacheManager:
         num_forgotten = sum(len(cache.block_of) for cache in self._caches)
         for cache in self._caches:
             cache.clear()
-        self._pool.forget_contents()
+        self.pool.forget_contents()
         self._generation += 1
         if self._events is not None:
             self._events.cleared()
@@ -318,14 +310,14 @@ class KVCacheManager:
         """Return the blocks cached or evicted since change number `after`; see `BlockLog`."""
         if self._log is None:
             self._log = BlockLog(self._caches[self._reported_group].block_of.keys())
-            self._pool.on_evict = self._evict
+            self.pool.on_evict = self._evict
         return self._log.since(after)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Raise AssertionError if a block is leaked, wrongly shared or wrongly named."""
         tables = list(tables)
-        self._pool.check_integrity([table.held() for table in tables])
-        cached = self._pool.cached_blocks()
+        self.pool.check_integrity([table.held() for table in tables])
+        cached = self.pool.cached_blocks()
         for cache in self._caches:
             cache.check_integrity()
         named = [block_id for cache in self._caches for block_id in cache.digest_of]
@@ -359,7 +351,6 @@ class KVCacheManager:
     def _report_stored(
         self, group: int, table: BlockTable, index: int, token_ids: Sequence[int]
     ) -> None:
-        """Report a sequence's block that has become cached."""
         if self._log is not None and group == self._reported_group:
             self._log.changed(table.digests[index], is_stored=True)
         if self._events is not None:
@@ -373,7 +364,6 @@ class KVCacheManager:
         return [block_id for ids in matched for block_id in ids if block_id != FREED]
 
     def _num_new_blocks(self, matched: list[list[int]], num_tokens: int) -> list[int]:
-        """Return the number of new blocks per group, in addition to the cached ones."""
         blocks = -(-num_tokens // self.block_size)
         return [
             min(blocks - len(ids), span - (len(ids) - ids.count(FREED)))

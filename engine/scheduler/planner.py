@@ -53,7 +53,7 @@ class Planner:
         else:
             if budget.can_admit and self._requests.waiting:
                 self._make_room(passed_over)
-            is_short = self._kv.num_free_blocks < len(self._requests.running) * self._kv.num_groups
+            is_short = self._kv.pool.num_free < len(self._requests.running) * self._kv.num_groups
             self._fairness.begin_step(self._requests.running.values(), is_short=is_short)
             partials = self._schedule_decodes(plan, budget)
             self._fairness.begin_prefill(len(plan.decodes))
@@ -83,8 +83,8 @@ class Planner:
         decodes = len(running) - len(partials)
         room = max(0, self.max_tokens - decodes)
         tokens, num_requests = sum(partials), len(partials)
-        slots = requests.num_free_slots
-        blocks = self._kv.num_free_blocks - (self.headroom if requests.running else 0)
+        slots = len(requests.free_slots)
+        blocks = self._kv.pool.num_free - (self.headroom if requests.running else 0)
         for request in self._isolation.admissible(requests.waiting, requests.compiling):
             if not self._adapters.admits(request.adapter):
                 continue
@@ -102,7 +102,7 @@ class Planner:
             running=len(requests.running),
             waiting=len(requests.waiting),
             queued_prefill_tokens=requests.queued_tokens,
-            free_kv_blocks=self._kv.num_free_blocks,
+            free_kv_blocks=self._kv.pool.num_free,
             decodes=decodes,
             ready_prefill_tokens=min(tokens, room),
             ready_prefills=num_requests,
@@ -137,7 +137,7 @@ class Planner:
             return
         self._restore(request)
         while (
-            not self._requests.num_free_slots
+            not self._requests.free_slots
             or not self._adapters.admits(request.adapter, first=True)
             or (cached := self._try_admit(request)) is None
         ):
@@ -160,10 +160,10 @@ class Planner:
             running = self._fairness.in_order(requests.running.values())
             for request in [each for each in running if each.adapter in overdue]:
                 requests.preempt(request)
-        is_short = passed_over > 0 or not requests.num_free_slots
+        is_short = passed_over > 0 or not requests.free_slots
         room = FreeCapacity(
             slots=requests.max_num_seqs - len(requests.running),
-            blocks=self._kv.num_free_blocks + requests.num_leaving_blocks,
+            blocks=self._kv.pool.num_free + requests.num_leaving_blocks,
             headroom=self.headroom,
             tokens=self.max_tokens,
         )
@@ -263,7 +263,7 @@ class Planner:
         skipped_adapters: set[str] = set()
         saturated = set(self._fairness.saturated_groups())  # others first
         skipped_groups = set(saturated)
-        while budget.can_admit and self._requests.num_free_slots and not plan.short_of_blocks:
+        while budget.can_admit and self._requests.free_slots and not plan.short_of_blocks:
             request = self._requests.waiting.first(
                 skipped_tenants, skipped_groups, skipped_adapters
             )

@@ -61,14 +61,9 @@ class RequestTable:
         """Total of `Request.queued_tokens`."""
         self.num_leaving_blocks = 0
         """Blocks of requests that left with rows in flight; they are freed when those are done."""
-        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._eos_token_ids = frozenset(self.executor.eos_token_ids)
         self._num_arrivals = 0
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that no request holds."""
-        return len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -217,7 +212,7 @@ class RequestTable:
         self.running[request.id] = request
         self.fairness.start(request)
         request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
+        request.slot = self.free_slots.pop()
         request.adapter_slot = self.adapters.take(request.adapter)
         if request.grammar is not None and self.grammars is not None:
             self.grammars.assign(request.slot, request.grammar)
@@ -270,7 +265,7 @@ class RequestTable:
         self.kv.free(request.table)
         if request.grammar is not None and self.grammars is not None:
             self.grammars.release(request.slot)
-        self._free_slots.append(request.slot)
+        self.free_slots.append(request.slot)
         request.slot = NO_SLOT
         self.adapters.release(request.adapter)
         request.adapter_slot = NO_ADAPTER
@@ -281,7 +276,7 @@ class RequestTable:
         self.kv.check_integrity([r.table for r in requests])
         holders = [r for r in requests if r.slot != NO_SLOT]
         assert all(r.slot != NO_SLOT or not r.table.num_blocks for r in requests)
-        slots = sorted([r.slot for r in holders] + self._free_slots)
+        slots = sorted([r.slot for r in holders] + self.free_slots)
         assert slots == list(range(len(slots))), "slots are leaked or shared"
         self.adapters.check_integrity([r.adapter for r in holders])
         leaving = [r for r in holders if r.status is not RequestStatus.RUNNING]
@@ -292,4 +287,4 @@ class RequestTable:
         self.fairness.check_integrity(list(self.all.values()), list(self.running.values()))
         self.encoder.check_integrity(list(self.all.values()), list(self.running.values()))
         if self.speculator is not None:
-            assert self.speculator.num_tracked <= len(self.running)
+            assert self.speculator.lengths.num_tracked <= len(self.running)

@@ -106,7 +106,8 @@ class Scheduler:
         self._fairness = Fairness(
             self._costs,
             Capacity(scheduling.max_num_seqs, executor.num_kv_blocks),
-            max_prefill=scheduling.max_tenant_prefill,
+            max_prefill=scheduling.max_tenant_prefill_tokens
+            or max(1, scheduling.max_num_batched_tokens // 4),
             max_slowdown=scheduling.max_slowdown or None,
             by_priority=by_priority,
         )
@@ -195,11 +196,6 @@ class Scheduler:
         return any(each.queued_tokens or each.can_decode for each in requests.running.values())
 
     @property
-    def needs_step(self) -> bool:
-        """Whether a step would do anything now, including receiving a pending result."""
-        return bool(self._in_flight) or self.needs_plan
-
-    @property
     def exclusive_request(self) -> int:
         """Id of the request that runs alone; 0 if none does."""
         return self._isolation.current_id
@@ -225,7 +221,7 @@ class Scheduler:
         """Describe the plans in flight, using only numbers and names, for the log."""
         lines = [
             f"{len(self._in_flight)} plan(s) in flight, {len(self._requests.running)} running, "
-            f"{len(self._requests.waiting)} waiting, {self._kv.num_free_blocks} free blocks"
+            f"{len(self._requests.waiting)} waiting, {self._kv.pool.num_free} free blocks"
         ]
         for plan, requests, *_ in self._in_flight:
             lines.append(
@@ -342,7 +338,6 @@ class Scheduler:
         return outputs
 
     def _process(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
-        """Add the outputs of a plan's result to `outputs`."""
         plan, requests, step_tokens, _ = entry
         for row, logprobs in result.prompt_logprobs.items():
             if requests[row].lacks_prompt_logprobs:  # recomputed after a preemption
@@ -350,7 +345,7 @@ class Scheduler:
                 requests[row].prompt_logprobs[start : start + len(logprobs)] = logprobs
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         slides = self._kv.slides
-        masked = bool(result.mask_us) or self._fairness.any_costly_masks
+        masked = bool(result.mask_us or self._fairness.mask_us)
         first = 0
         for row, (request, start, count, sampled) in enumerate(
             zip(requests, plan.starts, plan.counts, plan.samples, strict=True)
@@ -430,7 +425,7 @@ class Scheduler:
         return output
 
     def _observe(self, entry: InFlight, result: BatchResult, now: float) -> None:
-        """Record the step's duration, since its plan or the end of the previous step."""
+        # From its plan or the end of the previous step.
         seconds = now - max(entry.planned_at, self._ended_at)
         self._ended_at = now
         plan = entry.plan

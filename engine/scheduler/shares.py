@@ -64,7 +64,7 @@ class PrefillQuota:
         together: int = sys.maxsize,
     ) -> None:
         self._limit = limit
-        self._credit = credit
+        self.credit = credit
         self._mixed_cost = mixed_cost
         self._together = together
         self._taken: dict[int, int] = {}
@@ -75,8 +75,8 @@ class PrefillQuota:
         taken = self._taken.get(tenant, 0)
         room, piece = self._limit - taken, self._together - self._total
         others_took = self._total > taken
-        if tenant in self._credit:
-            room = min(room, self._credit[tenant] - self._mixed_cost - taken)
+        if tenant in self.credit:
+            room = min(room, self.credit[tenant] - self._mixed_cost - taken)
             if num_tokens > room and (room < self._mixed_cost or others_took):
                 return 0
         if num_tokens > piece and others_took:
@@ -112,11 +112,13 @@ class Shares:
         self._served: dict[int, float] = {}
         self._present: dict[int, int] = {}
         self._running: dict[int, int] = {}
-        self._credit: dict[int, int] = {}
+        self.credit: dict[int, int] = {}
         """Prompt-token credit by tenant; absent tenants have the maximum."""
         self._mixed_cost = 0
         self._together = sys.maxsize
-        self._has_decodes = True
+        self.has_decodes = True
+        """Prompts in a step without decodes delay no tokens: they need no credit, but use up any
+        positive credit. One that must be split still waits for others' if its tenant is in debt."""
         self._mixing: set[int] = set()
         """Tenants with prompt tokens in this step, already charged the fixed cost."""
 
@@ -124,11 +126,6 @@ class Shares:
     def contended(self) -> bool:
         """Whether more than one tenant has requests, running or waiting."""
         return len(self._present) > 1
-
-    @property
-    def num_in_debt(self) -> int:
-        """Number of tenants below the maximum credit; 0 if one has the engine alone."""
-        return len(self._credit) if self.contended else 0
 
     def served(self, tenant: int) -> float:
         """Return a tenant's work counter."""
@@ -174,14 +171,14 @@ class Shares:
         self.charge(tenant, tokens)
         if not self._guarded:
             return
-        credit = self._credit.get(tenant, self._max_prefill)
-        if not self._has_decodes:
-            self._credit[tenant] = max(credit - tokens, min(credit, 0))
+        credit = self.credit.get(tenant, self._max_prefill)
+        if not self.has_decodes:
+            self.credit[tenant] = max(credit - tokens, min(credit, 0))
             return
         if tenant not in self._mixing:
             tokens += self._mixed_cost
             self._mixing.add(tenant)
-        self._credit[tenant] = credit - tokens
+        self.credit[tenant] = credit - tokens
 
     def quota(self, *, by_credit: bool = True) -> PrefillQuota:
         """Return each tenant's prefill limits for a step, optionally without credit."""
@@ -189,10 +186,10 @@ class Shares:
             return PrefillQuota(sys.maxsize)
         if not by_credit:
             return PrefillQuota(self._max_prefill)
-        if not self._has_decodes:
-            return PrefillQuota(self._max_prefill, dict.fromkeys(self._credit, sys.maxsize))
+        if not self.has_decodes:
+            return PrefillQuota(self._max_prefill, dict.fromkeys(self.credit, sys.maxsize))
         together = self._together if self.contended else sys.maxsize
-        return PrefillQuota(self._max_prefill, self._credit.copy(), self._mixed_cost, together)
+        return PrefillQuota(self._max_prefill, self.credit.copy(), self._mixed_cost, together)
 
     @property
     def _guarded(self) -> bool:
@@ -208,14 +205,14 @@ class Shares:
             mixed_cost: fixed cost of having any prompt tokens in this step, in tokens.
             together: maximum prompt tokens of all tenants in this step, if contended.
         """
-        self._has_decodes = True
+        self.has_decodes = True
         self._together = together
         # The maximum credit must exceed this cost, however low it is.
         self._mixed_cost = min(mixed_cost, self._max_prefill // 4)
         self._mixing.clear()
-        self._credit = {
+        self.credit = {
             tenant: tokens + refill
-            for tenant, tokens in self._credit.items()
+            for tenant, tokens in self.credit.items()
             if tokens + refill < self._max_prefill
         }
         if not self.contended:
@@ -224,14 +221,6 @@ class Shares:
         self._quiet_steps = 0
         for tenant, running in self._running.items():
             self.charge(tenant, DECODE_WEIGHT * running)
-
-    def begin_without_decodes(self) -> None:
-        """Mark the step as having no decodes, so that prompts delay no tokens.
-
-        Prompts then need no credit, but use up any positive credit. One that must be split still
-        waits for those of others if its tenant is in debt.
-        """
-        self._has_decodes = False
 
     def check_integrity(self, present: Iterable[Request], running: Iterable[Request]) -> None:
         """Compare the counts with all requests, and with those that run.

@@ -102,7 +102,7 @@ class Speculator:
         self._lookup = lookup_lengths(scheduling)
         self._ngrams: dict[int, NgramIndex] = {}
         self._counters = counters
-        self._lengths = DraftLengths(self._max, prices)
+        self.lengths = DraftLengths(self._max, prices)
 
     def propose(
         self,
@@ -146,7 +146,7 @@ class Speculator:
         if decodes > self._max_decodes:
             self._counters.spec_skipped += len(candidates)
             return []
-        lengths = self._lengths.decide(
+        lengths = self.lengths.decide(
             decodes, [Candidate(request.id, len(proposed)) for request, proposed in candidates]
         )
         self._counters.spec_skipped += lengths.count(0)
@@ -180,17 +180,12 @@ class Speculator:
         counters.spec_draft_tokens += proposed
         counters.count_accepted(accepted)
         if request.status is RequestStatus.RUNNING:
-            self._lengths.observe(request.id, proposed, accepted)
+            self.lengths.observe(request.id, proposed, accepted)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that no longer runs."""
-        self._lengths.forget(request.id)
+        self.lengths.forget(request.id)
         self._ngrams.pop(request.id, None)
-
-    @property
-    def num_tracked(self) -> int:
-        """Number of requests with draft counts."""
-        return self._lengths.num_tracked
 
 
 def draft_prices(scheduling: SchedulerConfig, executor: ExecutorInfo) -> Prices:

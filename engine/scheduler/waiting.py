@@ -29,15 +29,15 @@ class _TenantQueue:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[Request]] = {}
-        self._order: list[tuple[int, int]] = []
+        self.order: list[tuple[int, int]] = []
         """Arrival of each group's first sequence, and the group id."""
 
     def __bool__(self) -> bool:
-        return bool(self._order)
+        return bool(self.order)
 
     def __iter__(self) -> Iterator[Request]:
         started: list[tuple[int, int, int]] = []  # arrival, group, index of the next sequence
-        for arrival, group in self._order:
+        for arrival, group in self.order:
             while started and started[0][0] < arrival:
                 yield self._next(started)
             heapq.heappush(started, (arrival, group, 0))
@@ -53,16 +53,11 @@ class _TenantQueue:
             heapq.heappop(started)
         return requests[index]
 
-    @property
-    def first_arrival(self) -> int:
-        """Arrival of the first request."""
-        return self._order[0][0]
-
     def first(
         self, skipped: Collection[int] = (), adapters: Collection[str] = ()
     ) -> Request | None:
         """Return the first request that is in no `skipped` group and uses none of `adapters`."""
-        for _, group in self._order:
+        for _, group in self.order:
             if group not in skipped and (request := self._groups[group][0]).adapter not in adapters:
                 return request
         return None
@@ -73,7 +68,7 @@ class _TenantQueue:
             self._remove_group(requests[0])
         insort(requests, request, key=_arrival)
         if requests[0] is request:
-            insort(self._order, (request.arrival, request.group))
+            insort(self.order, (request.arrival, request.group))
 
     def remove(self, request: Request) -> None:
         requests = self._groups[request.group]
@@ -85,10 +80,10 @@ class _TenantQueue:
         if not requests:
             del self._groups[request.group]
         elif index == 0:
-            insort(self._order, (requests[0].arrival, request.group))
+            insort(self.order, (requests[0].arrival, request.group))
 
     def _remove_group(self, first: Request) -> None:
-        del self._order[bisect_left(self._order, (first.arrival, first.group))]
+        del self.order[bisect_left(self.order, (first.arrival, first.group))]
 
 
 class _PriorityLevel:
@@ -163,7 +158,7 @@ class _PriorityLevel:
         return None
 
     def _insert(self, tenant: int) -> None:
-        key = self._shares.served(tenant), self._queues[tenant].first_arrival, tenant
+        key = self._shares.served(tenant), self._queues[tenant].order[0][0], tenant
         self._key_of[tenant] = key
         insort(self._order, key)
 

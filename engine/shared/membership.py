@@ -7,6 +7,8 @@ The shell that owns the registration socket sends what `tick` returns, passes re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from engine.shared.group_config import stated_in
 from engine.shared.messages import (
     AdapterLoadResult,
@@ -15,20 +17,17 @@ from engine.shared.messages import (
     Draining,
     EngineSetup,
     FleetOrder,
-    FrontEndAddresses,
     Goodbye,
     GroupStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
-    MemberKind,
     MemberMessage,
     ProcessUse,
     Ready,
     Refused,
     Welcome,
 )
-from engine.shared.scope import EVERYTHING, Scope
 from engine.shared.version import (
     PROTOCOL_VERSION,
     SPOKEN_PROTOCOLS,
@@ -70,33 +69,18 @@ class Rejected:
 MembershipEvent = Joined | Rejected
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """Identity of a joining process; `index` -1 requests a number."""
-
-    kind: MemberKind
-    index: int
-    incarnation: int
-    host: str
-    pid: int
-    group_config: dict[str, str]
-    addresses: FrontEndAddresses | None = None
-    scope: Scope = EVERYTHING
-    group: str = ""
-    """Engine group."""
-
-
 class Membership:
     """One member's side of the registration handshake."""
 
     def __init__(
         self,
-        identity: Identity,
+        hello: Hello,
         heartbeat_interval: float,
         use: Callable[[], ProcessUse | None] = lambda: None,
     ) -> None:
-        """`use` returns the process's resource usage, sent with each heartbeat."""
-        self._identity = identity
+        """`hello` states who joins; index -1 requests a number. `use` returns the process's
+        resource usage, sent with each heartbeat."""
+        self._hello = hello
         self._interval = heartbeat_interval
         self._use = use
         self._setup: EngineSetup | None = None
@@ -114,7 +98,7 @@ class Membership:
         self._next_send = float("-inf")
         self.epoch: int | None = None
         """Epoch of the coordinator that accepted this member; None while joining."""
-        self.index = identity.index
+        self.index = hello.index
         self.wave = 0
         """Newest known wave, sent to a coordinator that has restarted."""
 
@@ -143,23 +127,17 @@ class Membership:
         """Return the messages to send at `now` (seconds, monotonic)."""
         if now < self._next_send:
             return []
-        me = self._identity
+        me = self._hello
         if self.epoch is None:
             self._next_send = now + HELLO_INTERVAL
             return [
-                Hello(
-                    me.kind,
-                    self.index,
-                    me.incarnation,
-                    me.host,
-                    me.pid,
-                    stated_in(me.group_config, self._protocol),
-                    me.addresses,
-                    self.wave,
-                    me.scope,
-                    self._protocol,
-                    SWELL_VERSION,
-                    me.group,
+                replace(
+                    me,
+                    index=self.index,
+                    group_config=stated_in(me.group_config, self._protocol),
+                    wave=self.wave,
+                    protocol=self._protocol,
+                    version=SWELL_VERSION,
                     given=self._joined_once and me.index < 0,
                     adapters=self.adapters,
                     fleet=self.fleet,
@@ -178,11 +156,11 @@ class Membership:
     @property
     def group(self) -> str:
         """The member's engine group; messages published for other groups are ignored."""
-        return self._identity.group
+        return self._hello.group
 
     def goodbye(self) -> Goodbye:
         """Return the message that announces departure."""
-        return Goodbye(self._identity.kind, self.index, self._identity.incarnation)
+        return Goodbye(self._hello.kind, self.index, self._hello.incarnation)
 
     def receive(self, reply: CoordinatorReply) -> MembershipEvent | None:
         """Process one message of the coordinator."""

@@ -27,11 +27,6 @@ class Descriptors(NamedTuple):
     open: int
     limit: int
 
-    @property
-    def are_scarce(self) -> bool:
-        """Whether the process should warn."""
-        return self.open > NEARLY * self.limit
-
 
 def raise_descriptor_limit() -> None:
     """Raise the descriptor limit of this process and its children to the hard limit.
@@ -70,7 +65,7 @@ class DescriptorWatch:
             return False
         self._refresh_at = now + REFRESH_INTERVAL
         self.newest = descriptors()
-        scarce = self.newest is not None and self.newest.are_scarce
+        scarce = self.newest is not None and self.newest.open > NEARLY * self.newest.limit
         if scarce and not self._warned and self.newest is not None:
             logger.warning(
                 "%d of %d file descriptors are open: raise the hard limit (ulimit -Hn, "

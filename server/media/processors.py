@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from PIL import Image
 
+from engine.shared.messages import WHOLE_PATCHES
+
 
 class BadProcessor(ValueError):
     """The image processor configuration of a model is invalid or unsupported."""
@@ -264,7 +266,7 @@ class Llava:
         vision = config["vision_config"]
         kind = vision.get("model_type", "clip_vision_model")
         strategy = config.get("vision_feature_select_strategy") or "default"
-        if _WHOLE_PATCHES.get(kind) != strategy:
+        if WHOLE_PATCHES.get(kind) != strategy:
             raise BadProcessor(
                 f"a LLaVA with vision_feature_select_strategy {strategy!r} and a vision_config of "
                 f"model_type {kind!r} is not served"
@@ -350,10 +352,6 @@ class InternVL:
                 yield large.crop((left, top, left + side, top + side))
         if rows * columns > 1:
             yield image.resize((side, side), self._resample)
-
-
-_WHOLE_PATCHES = {"clip_vision_model": "default", "siglip_vision_model": "full"}
-"""Values of `vision_feature_select_strategy` with which each patch becomes a token."""
 
 
 def _llava(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Llava | Pixtral:

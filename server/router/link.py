@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from engine.shared.membership import (
     HELLO_INTERVAL,
     JOIN_TIMEOUT,
-    Identity,
     Joined,
     Membership,
     Rejected,
@@ -22,6 +21,7 @@ from engine.shared.messages import (
     CoordinatorReply,
     FleetOrder,
     FrontEndNotice,
+    Hello,
     ViewChange,
     encode,
 )
@@ -43,7 +43,7 @@ class ClusterLink:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: Hello,
         coordinator: str,
         heartbeat_interval: float,
         transport: Transport,

@@ -45,16 +45,15 @@ class Cluster:
             else AdapterLoadResult(each.serial, each.version or version or f"v-{each.path}")
             for each in self.table.entries
         ]
-        self.registry.engine_reported(engine, held)
+        self.registry.held[engine] = {each.serial: each for each in held}
         self.advance()
 
     def front_end(self, front_end: Any) -> None:
         """A front end has taken the newest table."""
         index, incarnation = front_end
         in_use = sorted(self.in_use[front_end])
-        self.registry.front_end_reported(
-            front_end, AdaptersInUse(index, incarnation, self.table.revision, in_use)
-        )
+        report = AdaptersInUse(index, incarnation, self.table.revision, in_use)
+        self.registry.known[front_end] = report
         self.advance()
 
     def advance(self) -> bool:
@@ -134,7 +133,7 @@ def test_load_does_not_wait_for_starting_or_dead_engines() -> None:
     cluster.engine(E0)
     assert "law" not in cluster.table.serving
     cluster.engines = {E0}
-    cluster.registry.engine_left(E1)
+    cluster.registry.held.pop(E1, None)
     cluster.advance()
     assert "law" in cluster.table.serving
 
@@ -260,14 +259,14 @@ def test_random_order_never_serves_missing_or_drops_used_adapters(
                 cluster.in_use[source.choice([F0, F1])].clear()
                 cluster.advance()
         held = [
-            {each.serial for each in cluster.registry._held.get(engine, {}).values()}
+            {each.serial for each in cluster.registry.held.get(engine, {}).values()}
             for engine in (E0, E1)
         ]
         for entry in cluster.table.serving.values():
             assert all(entry.serial in each for each in held)
         kept = {entry.version for entry in cluster.table.entries}
         for front_end in known:
-            assert set(cluster.registry._known[front_end].versions) <= kept
+            assert set(cluster.registry.known[front_end].versions) <= kept
     cluster.in_use = {F0: set(), F1: set()}
     cluster.everybody()
     assert {state for _, state in cluster.states} <= {"serving"}

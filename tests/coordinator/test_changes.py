@@ -73,9 +73,9 @@ def test_changes_contain_load_of_most_engines_and_full_entries_in_rotation() -> 
         )
     # Nothing else happens: what is left is told all the same, and then nothing is due any more.
     for version in (3, 4):
-        assert changes.is_due
+        assert changes.partly_sent
         shown = followed.take(change(changes, replace(new, version=version)))
-    assert not changes.is_due
+    assert not changes.partly_sent
     assert shown == replace(new, version=4)
 
 
@@ -141,7 +141,7 @@ def test_merged_views_equal_those_of_coordinator() -> None:
         assert shown is not None
         assert [loads(each) for each in shown.engines] == [loads(each) for each in new.engines]
         assert {each.name for each in shown.processes} == names
-    while changes.is_due:
+    while changes.partly_sent:
         new = replace(new, version=new.version + 1)
         shown = followed.take(change(changes, new))
     assert shown is not None

@@ -14,7 +14,7 @@ from coordinator.formation import (
 )
 from coordinator.members import Member
 from engine.lockstep.group_membership import GroupMembership
-from engine.shared.messages import FormGroup, GroupMember, ProcessEntry
+from engine.shared.messages import FormGroup, GroupMember, Hello, ProcessEntry
 
 GRACE = 5.0
 
@@ -39,7 +39,8 @@ class Engine:
         status = None if self.loading else self.membership.status
         process = ProcessEntry("engine", "h", "1", 1, None)
         rank, incarnation = self.member.rank, self.member.incarnation
-        return Member(rank, incarnation, "h", 1, process, 0.0, group_status=status)
+        hello = Hello("engine", rank, incarnation, "h", 1)
+        return Member(rank, incarnation, hello, process, 0.0, group_status=status)
 
 
 class Group:

@@ -25,12 +25,12 @@ from engine.shared.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.shared.membership import Identity
 from engine.shared.messages import (
     CoordinatorReply,
     EngineDead,
     EngineInput,
     GroupOrder,
+    Hello,
     KvRole,
     UtilityCall,
     UtilityValue,
@@ -68,8 +68,8 @@ class _VirtualTime(EngineLoop):
     engine: Engine
 
     def compute(self, tokens: int) -> None:
-        self._watch.begin(tokens, self._clock())
-        self.engine.computing(self._core.step())
+        self.watch.begin(tokens, self.clock())
+        self.engine.computing(self.core.step())
 
     def settle(self, seconds: float) -> None:
         self.engine.settling(seconds)
@@ -123,7 +123,7 @@ class Engine(Process):
             kv_role=role,
             kv_address="" if self.blocks is None else self.blocks.address,
         )
-        identity = Identity(
+        identity = Hello(
             kind="engine", index=rank, incarnation=incarnation, host="node", pid=1,
             group_config={"model": "m"},
         )  # fmt: skip

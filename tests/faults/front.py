@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.shared.membership import HELLO_INTERVAL, Identity, Joined
+from engine.shared.membership import HELLO_INTERVAL, Joined
 from engine.shared.messages import (
     AddRequest,
     ClusterView,
@@ -13,6 +13,7 @@ from engine.shared.messages import (
     EngineInput,
     FrontEndAddresses,
     FrontEndNotice,
+    Hello,
     KvBlocks,
     RouteHello,
     StepOutputs,
@@ -41,7 +42,7 @@ class Front(Process):
         self.num_resumed = 0
         parts = world.parts
         self._membership = parts.membership(
-            Identity(
+            Hello(
                 kind="front_end",
                 index=index,
                 incarnation=incarnation,

@@ -249,7 +249,7 @@ class WaitsForTheSilent(BlockPort):
         goes_on = super()._start_pulls()
         for link in self._links.values():
             for running in link.pulls.values():
-                running.pull._patience = running.pull._deadline = 1e9
+                running.pull.patience = running.pull.deadline = 1e9
         return goes_on
 
 

@@ -53,8 +53,6 @@ class NodesMissing(TimeoutError):
 
 
 class _Node:
-    """A node that has joined."""
-
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
         self.last_message_at = time.monotonic()
@@ -192,7 +190,6 @@ class NodeLinks:
             self._streams.close()  # which the team sees as the death of their workers
 
     def _run_once(self) -> None:
-        """Handle events for a short time."""
         for source, _ in self._poller.poll(self._longest_poll):
             if isinstance(source, int):
                 self._read(source)

@@ -4,6 +4,9 @@ A patch is some tokens of a row with the queries of the heads that share a KV he
 processed in tiles that begin at multiples of a fixed number of positions, so a query is computed in
 the same order in any patch, prompt chunk or step. Scores and sums are float32; weights are rounded
 to bfloat16, like keys and values.
+
+Scores sum over pairs of head dimensions, so keys are transposed; results sum over pairs of keys, so
+values of adjacent keys are interleaved.
 """
 
 from functools import cache
@@ -12,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arithmetic import bfloat16s, float32s, float_of, int64s
-from engine.kernels.cpu.avx512 import LANES, LINE
+from engine.kernels.cpu.arithmetic import bfloat16s, float32s, float_of, int32s, int64s
+from engine.kernels.cpu.avx512 import LANES, LINE, interleave, transposition
 from engine.kernels.cpu.compiling import Kernel, arguments_of, compiled, thread_shares
 from engine.kernels.cpu.intrinsics import instruction
-from engine.kernels.cpu.packing import CHUNK, STRIP, find_keys, pack_keys, pack_values
-from engine.kernels.cpu.pair_sums import GROUP, SUMS_BYTES, WIDTH, adder
+from engine.kernels.cpu.pair_sums import GROUP, PAIR_BYTES, SUMS_BYTES, WIDTH, adder
 from engine.kernels.cpu.softmax import (
     LOWEST,
     add_scaled,
@@ -27,6 +29,15 @@ from engine.kernels.cpu.softmax import (
     store_averages,
     store_weights,
 )
+
+STRIP = LANES
+"""Keys transposed together."""
+CHUNK = LANES
+"""Values interleaved together; head sizes are multiples of it."""
+
+_transpose = transposition(LANES, PAIR_BYTES)
+_transpose_half = transposition(LANES // 2, PAIR_BYTES)
+"""It reads beyond the half, but within the same token."""
 
 KEYS = 128
 """Keys per tile: packed, with their values, they fit the L2 cache."""
@@ -168,6 +179,67 @@ def _sizes(shape: _Shape) -> _Memory:
 def scratch_bytes(group: int, head_dim: int) -> int:
     """Return a thread's scratch memory in bytes, in whole cache lines."""
     return sum(_sizes(_shape(group, head_dim, 1)))
+
+
+@compiled
+def find_keys(
+    addresses: int, table: int, block_size: int, first: int, count: int, head: int, row: int
+) -> None:
+    """Write the addresses of a tile's keys, repeating the last one up to a whole strip.
+
+    Args:
+        addresses: target, [keys] int64
+        table: address of the row's block table, int32
+        block_size: tokens per block
+        first: position of the first key
+        count: keys of the tile, at least one
+        head: address of the head's first key in the cache
+        row: bytes stored per token
+    """
+    found = int64s(addresses, count + STRIP)
+    blocks = int32s(table, first // block_size + count + 1)
+    block, at = first // block_size, first % block_size
+    here = head + (blocks[block] * block_size + at) * row
+    for key in range(count):
+        if at == block_size:
+            block += 1
+            at = 0
+            here = head + blocks[block] * block_size * row
+        found[key] = here
+        at += 1
+        here += row
+    for key in range(count, (count + STRIP - 1) // STRIP * STRIP):
+        found[key] = found[count - 1]
+
+
+@compiled
+def pack_keys(addresses: int, count: int, head_dim: int, packed: int) -> None:
+    """Transpose keys at the given addresses to [keys / WIDTH, head_dim / 2, WIDTH, 2].
+
+    Columns beyond the last strip are left unchanged.
+    """
+    for strip in range((count + STRIP - 1) // STRIP):
+        block, column = strip * STRIP // WIDTH, strip * STRIP % WIDTH
+        target = packed + 2 * block * WIDTH * head_dim + 4 * column
+        keys, whole = addresses + 8 * strip * STRIP, head_dim // 32 * 32
+        for first in range(0, whole, 32):
+            _transpose(keys, 2 * first, target + PAIR_BYTES * first // 2)
+        if whole < head_dim:
+            _transpose_half(keys, 2 * whole, target + PAIR_BYTES * whole // 2)
+
+
+@compiled
+def pack_values(
+    addresses: int, behind: int, count: int, room: int, head_dim: int, packed: int
+) -> None:
+    """Interleave values, `behind` bytes after keys: [head_dim / WIDTH, room / 2, WIDTH, 2]."""
+    found = int64s(addresses, count + STRIP)
+    for key in range(0, count, 2):
+        one, other = found[key] + behind, found[key + 1] + behind
+        for chunk in range(head_dim // CHUNK):
+            block, column = chunk * CHUNK // WIDTH, chunk * CHUNK % WIDTH
+            target = packed + PAIR_BYTES * (block * room + key) // 2 + 4 * column
+            interleave(one + 2 * chunk * CHUNK, other + 2 * chunk * CHUNK, target)
 
 
 @compiled

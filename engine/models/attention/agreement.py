@@ -6,6 +6,7 @@ processors, so variants are compared on random numbers when a model is loaded.
 
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,8 +36,14 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 * head_dim]."""
 
 
-class AttentionVariants(NamedTuple):
-    """Ways to compute attention for several tokens in one call."""
+class _Probe(NamedTuple):
+    queries: Tensor
+    kv: Tensor
+
+
+@dataclass(eq=False)
+class BitComparison:
+    """Compares ways to compute attention for several tokens in one call, for one shape of heads."""
 
     by_token: Way
     """Tokens separately: KV [keys, parts, kv_heads, head_dim], mask [tokens, 1, 1, keys]."""
@@ -44,24 +51,12 @@ class AttentionVariants(NamedTuple):
     """All queries in one product; mask [queries, keys]."""
     in_padded_rows: Way
     """The same number of queries per row: KV [rows, keys, ...], mask [rows, queries, keys]."""
-
-
-class _Probe(NamedTuple):
-    queries: Tensor
-    kv: Tensor
-
-
-class BitComparison:
-    """Compares attention variants for one shape of heads."""
-
-    def __init__(
-        self, ways: AttentionVariants, num_heads: int, kv_shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        """Compare in `dtype`; `kv_shape` is the shape of one token's keys and values."""
-        self._ways = ways
-        self._num_heads = num_heads
-        self._kv_shape = kv_shape
-        self._dtype = dtype
+    _: KW_ONLY
+    num_heads: int
+    kv_shape: tuple[int, ...]
+    """Shape of one token's keys and values."""
+    dtype: torch.dtype
+    """In which they are compared."""
 
     def key_widths(self) -> KeyWidths | None:
         """Return the key counts for which products of several tokens give the bits of each alone.
@@ -91,11 +86,9 @@ class BitComparison:
 
     def of_one_product(self) -> bool:
         """Return whether `TOKENS_AT_ONCE` tokens in one product get the same bits as alone."""
-        if self._dtype != torch.float32 and not has_matrix_unit():
+        if self.dtype != torch.float32 and not has_matrix_unit():
             return False
-        probes = -(
-            -_VALUES_OF_ONE_PRODUCT // (TOKENS_AT_ONCE * self._num_heads * self._kv_shape[-1])
-        )
+        probes = -(-_VALUES_OF_ONE_PRODUCT // (TOKENS_AT_ONCE * self.num_heads * self.kv_shape[-1]))
         agrees = all(
             self._is_equal(self._probe(num_keys, seed), num_keys, TOKENS_AT_ONCE)
             for num_keys in _KEYS_OF_ONE_PRODUCT
@@ -108,27 +101,24 @@ class BitComparison:
     def _probe(self, num_keys: int, seed: int = 0) -> _Probe:
         """Return queries, keys and values for `num_keys` tokens."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = (self._num_heads, self._kv_shape[-1]), self._kv_shape
+        shapes = (self.num_heads, self.kv_shape[-1]), self.kv_shape
         return _Probe(
-            *(
-                torch.randn(num_keys, *shape, generator=generator).to(self._dtype)
-                for shape in shapes
-            )
+            *(torch.randn(num_keys, *shape, generator=generator).to(self.dtype) for shape in shapes)
         )
 
     def _mask(self, positions: Tensor, num_keys: int) -> Tensor:
-        mask = torch.zeros(len(positions), num_keys, dtype=self._dtype)
+        mask = torch.zeros(len(positions), num_keys, dtype=self.dtype)
         return mask.masked_fill_(torch.arange(num_keys) > positions.unsqueeze(1), float("-inf"))
 
     def _each(self, probe: _Probe, positions: Tensor, num_keys: int) -> Tensor:
         mask = self._mask(positions, num_keys)[:, None, None]
-        return self._ways.by_token(probe.queries[positions], probe.kv[:num_keys], mask)
+        return self.by_token(probe.queries[positions], probe.kv[:num_keys], mask)
 
     def _is_equal(self, probe: _Probe, num_keys: int, count: int) -> bool:
         """Return whether the last tokens get the same bits together, separately and alone."""
         positions = torch.arange(num_keys - count, num_keys)
         mask = self._mask(positions, num_keys)
-        one = self._ways.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
+        one = self.in_one_product(probe.queries[positions], probe.kv[:num_keys], mask)
         single = self._each(probe, positions[:1], num_keys)
         return torch.equal(one, self._each(probe, positions, num_keys)) and torch.equal(
             one[:1], single
@@ -143,5 +133,5 @@ class BitComparison:
         positions = torch.cat((each, num_keys // 2 + each // 2, num_keys - count + each))
         kv = probe.kv[:num_keys].expand(3, -1, -1, -1, -1)
         mask = self._mask(positions, num_keys).view(3, count, -1)
-        shared = self._ways.in_padded_rows(probe.queries[positions], kv, mask)
+        shared = self.in_padded_rows(probe.queries[positions], kv, mask)
         return torch.equal(shared, self._each(probe, positions, TILE))

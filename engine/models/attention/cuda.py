@@ -6,6 +6,7 @@ the fallback if it cannot be compiled or disagrees.
 """
 
 import logging
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -214,32 +215,22 @@ class KernelAttention:
         return out
 
 
+@dataclass(eq=False)
 class CudaAttention:
     """The kernel for block sizes where it works, otherwise the stock operators."""
 
-    def __init__(
-        self,
-        stock: PagedAttention,
-        heads: Heads,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        windows: tuple[int | None, ...] = (None,),
-        has_sinks: bool = False,
-        batch_invariant: bool = False,
-    ) -> None:
-        """Prepare for one shape of heads; `batch_invariant` forbids the stock operators.
+    stock: PagedAttention
+    heads: Heads
+    _: KW_ONLY
+    dtype: torch.dtype
+    device: torch.device
+    windows: tuple[int | None, ...] = (None,)
+    """Sliding windows of the model's layers; each is tested."""
+    has_sinks: bool = False
+    batch_invariant: bool = False
+    """Forbids the stock operators."""
 
-        Args:
-            windows: sliding windows of the model's layers; each is tested.
-        """
-        self._stock = stock
-        self._heads = heads
-        self._dtype = dtype
-        self._device = device
-        self._windows = windows
-        self._has_sinks = has_sinks
-        self._batch_invariant = batch_invariant
+    def __post_init__(self) -> None:
         self._chosen: dict[int, Attention] = {}
 
     def for_blocks(self, block_size: int) -> Attention:
@@ -266,20 +257,20 @@ class CudaAttention:
         try:
             return self._tried(block_size)
         except KernelUnusable as error:
-            if self._batch_invariant:
+            if self.batch_invariant:
                 raise UnsupportedModel(f"--batch-invariant: {error}") from error
             logger.warning("using stock attention operators, without CUDA graphs: %s", error)
-            return self._stock
+            return self.stock
 
     def _tried(self, block_size: int) -> KernelAttention:
-        if self._dtype.itemsize != 2:
-            raise KernelUnusable(f"the kernel requires a 16-bit dtype, not {self._dtype}")
+        if self.dtype.itemsize != 2:
+            raise KernelUnusable(f"the kernel requires a 16-bit dtype, not {self.dtype}")
         # Both few and many multiprocessors, to compile all variants that steps will need.
         few, many, kernel = (
             KernelAttention(
-                self._heads,
-                self._device,
-                batch_invariant=self._batch_invariant,
+                self.heads,
+                self.device,
+                batch_invariant=self.batch_invariant,
                 multiprocessors=count,
             )
             for count in (1, 1 << 20, None)
@@ -287,7 +278,7 @@ class CudaAttention:
         try:
             differences = [
                 each
-                for window in self._windows
+                for window in self.windows
                 for each in self._differences((few, many), block_size, window)
             ]
         except Exception as error:  # Triton's compiler raises arbitrary exceptions
@@ -318,13 +309,13 @@ class CudaAttention:
             .astype(np.int32),
             block_size=block_size,
         )
-        generator = torch.Generator(self._device).manual_seed(0)
-        options: Any = {"device": self._device, "dtype": self._dtype, "generator": generator}
-        heads, kv_heads, head_dim, *_ = self._heads
+        generator = torch.Generator(self.device).manual_seed(0)
+        options: Any = {"device": self.device, "dtype": self.dtype, "generator": generator}
+        heads, kv_heads, head_dim, *_ = self.heads
         cache = torch.randn(len(counts) * width, block_size, 2, kv_heads, head_dim, **options)
         queries = torch.randn(int(counts.sum()), heads, head_dim, **options)
-        sinks = torch.linspace(-1, 1, heads, device=self._device) if self._has_sinks else None
-        ways: tuple[Attention, ...] = (self._stock, *kernels)
+        sinks = torch.linspace(-1, 1, heads, device=self.device) if self.has_sinks else None
+        ways: tuple[Attention, ...] = (self.stock, *kernels)
         plain, *results = (
             way.attend(queries, cache, way.plan(rows, window), sinks).float() for way in ways
         )

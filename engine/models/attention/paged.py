@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.processor import type_of_long_rows
-from engine.models.attention.agreement import AttentionVariants, BitComparison
+from engine.models.attention.agreement import BitComparison
 from engine.models.attention.interface import Heads
 from engine.models.attention.key_widths import KeyWidths
 from engine.models.attention.kv_format import KvFormat, PlainKv
@@ -69,12 +69,14 @@ class PagedAttention:
         self._dtype = self._long_dtype if token_by_token else self._kv.dtype
         self._added_queries = 0
         self._device = device
-        ways = AttentionVariants(
-            by_token=partial(self._by_token, sinks=None),
-            in_one_product=partial(self._in_one_product, sinks=None),
-            in_padded_rows=self._in_padded_rows,
+        agreement = BitComparison(
+            partial(self._by_token, sinks=None),
+            partial(self._in_one_product, sinks=None),
+            self._in_padded_rows,
+            num_heads=self._heads,
+            kv_shape=self._kv_shape,
+            dtype=self._dtype,
         )
-        agreement = BitComparison(ways, self._heads, self._kv_shape, self._dtype)
         widths = self._find_widths(agreement) if token_by_token else None
         shares_calls = widths is not None and agreement.of_padded_rows(widths)
         self._planner = AttentionPlanner(

@@ -4,6 +4,7 @@ Rows of a batch are grouped by similar shape, which limits both calls and paddin
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -71,52 +72,38 @@ class LongRow(msgspec.Struct, frozen=True):
 AttentionPlan = list[PaddedGroup | LongRow | TokensOfRow]
 
 
+@dataclass(kw_only=True, eq=False)
 class AttentionPlanner:
     """Plans steps for a fixed number of query heads per KV head."""
 
-    def __init__(
-        self,
-        *,
-        heads_per_kv: int,
-        dtype: torch.dtype,
-        long_dtype: torch.dtype,
-        device: torch.device,
-        token_by_token: bool = False,
-        one_product: bool = False,
-        key_widths: KeyWidths | None = None,
-        shares_calls: bool = False,
-        has_chunks: bool = False,
-        first_key: int = 0,
-    ) -> None:
-        """Create a planner; masks have `dtype`, those of long rows `long_dtype`.
-
-        `token_by_token` makes each token's result depend only on its own position, keys and values,
-        regardless of the rest of the step. The following preserve that: `one_product` allows one
-        product of `TOKENS_AT_ONCE` tokens; `key_widths` allows products of any multiple of
-        `WHOLE_QUERIES` and lists the interchangeable key counts; `shares_calls` allows one product
-        per `PaddedGroup`. `has_chunks` is as in `ModelSpec`. Positions before `first_key` are
-        empty; all tokens come after them.
-        """
-        self._has_chunks = has_chunks
-        self._token_by_token = token_by_token
-        self._one_product = one_product
-        self._key_widths = key_widths
-        self._shares_calls = shares_calls
-        self._first_key = first_key
-        self._group = heads_per_kv
-        self._dtype = dtype
-        self._long_dtype = long_dtype
-        self._device = device
+    heads_per_kv: int
+    dtype: torch.dtype
+    """Of masks, except those of long rows."""
+    long_dtype: torch.dtype
+    device: torch.device
+    token_by_token: bool = False
+    """Makes each token's result depend only on its own position, keys and values, regardless of the
+    rest of the step. The following three preserve that."""
+    one_product: bool = False
+    """Allows one product of `TOKENS_AT_ONCE` tokens."""
+    key_widths: KeyWidths | None = None
+    """Allows products of any multiple of `WHOLE_QUERIES`, with interchangeable key counts."""
+    shares_calls: bool = False
+    """Allows one product per `PaddedGroup`."""
+    has_chunks: bool = False
+    """As in `ModelSpec`."""
+    first_key: int = 0
+    """Positions before it are empty; all tokens come after them."""
 
     def plan(self, rows: AttentionRows, window: int | None) -> AttentionPlan:
         """Group the rows of a step; `window` limits how far back a token attends."""
-        if self._token_by_token:
+        if self.token_by_token:
             return list(self._by_token(rows, window))
         first_block = self._first_seen(rows.starts, window) // rows.block_size
         last_block = (rows.starts + rows.counts - 1) // rows.block_size
         num_blocks = last_block - first_block + 1
         plan: AttentionPlan = []
-        for members in groups(rows, num_blocks, self._group):
+        for members in groups(rows, num_blocks, self.heads_per_kv):
             if len(members) == 1 and rows.counts[members[0]] > SHORT_ROW:
                 row = int(members[0])
                 plan.append(
@@ -135,7 +122,7 @@ class AttentionPlanner:
             queries = rows.starts[row] + np.arange(rows.counts[row])
             keys = np.arange(first_block * size, queries[-1] + 1)
             hidden = keys < self._first_seen(queries, window)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self._long_dtype, device=self._device)
+            mask = torch.zeros(hidden.shape, dtype=self.long_dtype, device=self.device)
             last_block = int(queries[-1]) // size
             first = int(rows.first_token[row])
             plan.append(
@@ -144,7 +131,7 @@ class AttentionPlanner:
                     end=first + len(queries),
                     num_keys=len(keys),
                     blocks=self._tensor(rows.block_tables[row, first_block : last_block + 1]),
-                    mask=mask.masked_fill_(torch.from_numpy(hidden).to(self._device), -torch.inf),
+                    mask=mask.masked_fill_(torch.from_numpy(hidden).to(self.device), -torch.inf),
                 )
             )
         return plan
@@ -153,7 +140,7 @@ class AttentionPlanner:
         """Return the first position that each of these positions attends to."""
         if window is None:
             return np.zeros_like(positions)
-        if self._has_chunks:
+        if self.has_chunks:
             return positions // window * window
         return np.maximum(positions - window + 1, 0)
 
@@ -175,9 +162,9 @@ class AttentionPlanner:
         """
         yield from self._decode_groups(rows, window)
         several = rows.counts > 1
-        if self._key_widths is not None and self._shares_calls and several.any():
-            members, blocks = self._alike_rows(rows, self._key_widths, window)
-            for group in by_shape(rows, members, blocks[1], self._group):
+        if self.key_widths is not None and self.shares_calls and several.any():
+            members, blocks = self._alike_rows(rows, self.key_widths, window)
+            for group in by_shape(rows, members, blocks[1], self.heads_per_kv):
                 yield self._padded_group(rows, group, *blocks, window)
             several[members] = False
         for row in np.flatnonzero(several).tolist():
@@ -187,10 +174,10 @@ class AttentionPlanner:
         size = rows.block_size
         single = np.flatnonzero(rows.counts == 1)
         first, width = self._key_blocks(rows.starts, size, max(1, STEP // size), window)
-        if self._key_widths is not None:
+        if self.key_widths is not None:
             fine_step = max(1, FINE_STEP // size)
             fine = self._key_blocks(rows.starts, size, fine_step, window)[1]
-            width = np.where(self._key_widths.are_alike(fine * size), fine, width)
+            width = np.where(self.key_widths.are_alike(fine * size), fine, width)
         for members in self._sharing(width[single] * size):
             for at in range(0, len(members), TOKENS_AT_ONCE):
                 part = single[members[at : at + TOKENS_AT_ONCE]]
@@ -240,8 +227,8 @@ class AttentionPlanner:
     def _sharing(self, keys: IntArray) -> Iterator[IntArray]:
         """Yield groups of decodes that share a call, given the key count of each."""
         rest = keys
-        if self._key_widths is not None:
-            alike = self._key_widths.are_alike(keys)
+        if self.key_widths is not None:
+            alike = self.key_widths.are_alike(keys)
             if alike.any():
                 yield from by_length(np.flatnonzero(alike), keys[alike])
             rest = keys[~alike]
@@ -251,14 +238,14 @@ class AttentionPlanner:
     def _mask_of_tokens(self, positions: IntArray, keys: IntArray, window: int | None) -> Tensor:
         """Return the mask of adjacent tokens, as in `TokensOfRow`."""
         queries = len(positions)
-        if self._key_widths is not None:
+        if self.key_widths is not None:
             queries = -(-queries // WHOLE_QUERIES) * WHOLE_QUERIES
-        elif self._one_product and queries >= _ONE_PRODUCT:
+        elif self.one_product and queries >= _ONE_PRODUCT:
             queries = TOKENS_AT_ONCE
         else:  # one product per token
-            return self._mask(positions[:, None], keys[None], window, self._dtype).unsqueeze(1)
+            return self._mask(positions[:, None], keys[None], window, self.dtype).unsqueeze(1)
         padded = np.minimum(np.arange(queries), len(positions) - 1)
-        return self._mask(positions[None, padded], keys[None], window, self._dtype).squeeze(0)
+        return self._mask(positions[None, padded], keys[None], window, self.dtype).squeeze(0)
 
     def _padded_group(
         self,
@@ -270,7 +257,7 @@ class AttentionPlanner:
     ) -> PaddedGroup:
         counts = rows.counts[members]
         num_queries, width = int(counts.max()), int(num_blocks[members].max())
-        if self._token_by_token and num_queries > 1:
+        if self.token_by_token and num_queries > 1:
             num_queries = -(-num_queries // WHOLE_QUERIES) * WHOLE_QUERIES
         offsets = np.minimum(np.arange(num_queries), counts[:, None] - 1)
         tokens = (rows.first_token[members][:, None] + offsets).ravel()
@@ -284,9 +271,9 @@ class AttentionPlanner:
         keys = (first_block[members] * rows.block_size)[:, None] + np.arange(
             width * rows.block_size
         )
-        mask = self._mask(queries, keys, window, self._dtype)
+        mask = self._mask(queries, keys, window, self.dtype)
         if num_queries > 1:
-            mask = mask.repeat(1, self._group, 1)
+            mask = mask.repeat(1, self.heads_per_kv, 1)
         valid = None
         if ragged:
             valid = np.flatnonzero((np.arange(num_queries) < counts[:, None]).ravel())
@@ -314,7 +301,7 @@ class AttentionPlanner:
         if start > 0 or (window is not None and window < count):
             queries = start + np.arange(count)
             keys = first_key + np.arange(num_keys)
-            mask = self._mask(queries[None], keys[None], window, self._long_dtype)[0]
+            mask = self._mask(queries[None], keys[None], window, self.long_dtype)[0]
         first = int(rows.first_token[row])
         return LongRow(
             first=first,
@@ -332,10 +319,10 @@ class AttentionPlanner:
         hidden = key > query
         if window is not None:
             hidden |= key < self._tensor(self._first_seen(queries, window)).unsqueeze(2)
-        if self._first_key:
-            hidden |= key < self._first_key
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+        if self.first_key:
+            hidden |= key < self.first_key
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -1,5 +1,6 @@
 """Builds the modules of an encoder from the tensors of a checkpoint."""
 
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,16 @@ from engine.models.spec import UnsupportedModel
 Config = dict[str, Any]
 
 
+@dataclass(eq=False)
 class Builder:
     """Builds modules in one dtype on one device."""
 
-    def __init__(
-        self, tensors: Tensors, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
-    ) -> None:
-        """Read from `tensors`; if `batch_invariant`, no row depends on the others."""
-        self.tensors = tensors
-        self.dtype = dtype
-        self.device = device
-        self._batch_invariant = batch_invariant
+    tensors: Tensors
+    dtype: torch.dtype
+    device: torch.device
+    _: KW_ONLY
+    batch_invariant: bool
+    """Whether no row depends on the others."""
 
     def copy(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a tensor."""
@@ -83,7 +83,7 @@ class Builder:
 
     def _by_rows(self, function: Rows, width: int, dtype: torch.dtype) -> Rows:
         """Return a function that computes each row separately if required."""
-        if not self._batch_invariant:
+        if not self.batch_invariant:
             return function
         return RowBlocks(function, probe_rows(width, dtype))
 

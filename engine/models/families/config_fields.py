@@ -262,22 +262,13 @@ def uniform_windows(config: Config) -> tuple[int | None, ...]:
     return (window,) * layers
 
 
-def read_rope(
-    config: Config, *, interleaved: bool = False, layer_type: str | None = None
-) -> RopeSpec:
-    """Return the rotary embedding.
-
-    Args:
-        interleaved: see `RopeSpec`.
-        layer_type: the layer type to read, if types have separate parameters.
+def read_rope(config: Config, *, interleaved: bool = False) -> RopeSpec:
+    """Return the rotary embedding; `interleaved` as in `RopeSpec`.
 
     Raises:
         UnsupportedModel: the decoder does not support it.
     """
-    parameters = rope_parameters(config)
-    if layer_type is not None:
-        parameters = parameters.get(layer_type) or {}
-    return _rope(config, parameters, config.get("rope_theta"), interleaved)
+    return _rope(config, rope_parameters(config), config.get("rope_theta"), interleaved)
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

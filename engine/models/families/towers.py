@@ -5,10 +5,7 @@ from typing import Any
 from engine.models.families.config_fields import integer
 from engine.models.families.family import Config
 from engine.models.spec import TowerSpec
-
-_STRATEGIES = {"clip_vision_model": "default", "siglip_vision_model": "full"}
-"""Values of `vision_feature_select_strategy` with which each patch becomes a token, for square
-images: CLIP has a class embedding, which is left out, SigLIP none."""
+from engine.shared.messages import WHOLE_PATCHES
 
 
 def read_tower(config: Config) -> TowerSpec | None:
@@ -39,7 +36,7 @@ def read_tower(config: Config) -> TowerSpec | None:
             scale_factor=round(1 / (config.get("downsample_ratio") or 0.5)),
             image_size=_side(own, "image_size", 448),
         )
-    if is_internvl or is_mistral or strategy != _STRATEGIES.get(kind):
+    if is_internvl or is_mistral or strategy != WHOLE_PATCHES.get(kind):
         return None
     return TowerSpec(
         token_id=token_id,

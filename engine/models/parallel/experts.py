@@ -11,6 +11,7 @@ tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,32 +78,25 @@ class SendingRule(NamedTuple):
     """Minimum expected share of tokens needed by a rank for which it receives all."""
 
 
+@dataclass(eq=False)
 class ExpertGroup:
     """State shared by an engine's sparse layers: the group, and the layout of the step."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        experts_per_token: int,
-        device: torch.device,
-        shards: Group | None = None,
-        balance: ExpertBalance | None = None,
-    ) -> None:
-        """Prepare; `shards` are the processes of this engine, if there are several.
+    num_experts: int
+    experts_per_token: int
+    device: torch.device
+    shards: Group | None = None
+    """The processes of this engine, if there are several."""
+    balance: ExpertBalance | None = None
+    """Decides the placement; without it each rank has an equal share of the experts."""
 
-        `balance` decides the placement; without it each rank has an equal share of the experts.
-        """
-        self._num_experts = num_experts
-        self.balance = balance
+    def __post_init__(self) -> None:
         self._measures = False
         self._rank, self._size = 0, 1
         self._routes: dict[int, _Routes] = {}
         """Of balanced layers, computed on demand."""
-        self._shards = shards
         self._failure: GroupBroken | None = None
         """The group's failure, while this step is completed regardless."""
-        self._device = device
-        self._per_token = experts_per_token
         self._group: Exchange | None = None
         self.rule = SendingRule()
         """Must be the same on all ranks."""
@@ -114,8 +108,8 @@ class ExpertGroup:
     def prepare(self, position: int, size: int) -> None:
         """Set this engine's position among `size` engines, on which `local_copies` depends."""
         shard, shards = 0, 1
-        if self._shards is not None:
-            shard, shards = self._shards.rank, self._shards.size
+        if self.shards is not None:
+            shard, shards = self.shards.rank, self.shards.size
         self._rank, self._size = position * shards + shard, size * shards
 
     def local_copies(self, layer: int) -> tuple[int, Sequence[int]]:
@@ -124,7 +118,7 @@ class ExpertGroup:
         Copies are numbered by rank.
         """
         balance = self.balance
-        copies = self._num_experts if balance is None else balance.num_copies
+        copies = self.num_experts if balance is None else balance.num_copies
         share = expert_share(copies, self._rank, self._size)
         if balance is None:
             return share.start, share
@@ -144,7 +138,7 @@ class ExpertGroup:
             self.balance.count(layer, chosen)
         if layer not in self._routes:
             placement = self.balance.placement(layer)
-            self._routes[layer] = _routes(placement, self._num_experts, self._device)
+            self._routes[layer] = _routes(placement, self.num_experts, self.device)
         table, numbers = self._routes[layer]
         turns = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) + self._rank
         turns = turns % numbers[chosen]
@@ -161,10 +155,10 @@ class ExpertGroup:
         Other rows are zero, so that the sum over the shards is complete. `bank.current` is set to
         the computed rows meanwhile.
         """
-        if self._shards is None:
+        if self.shards is None:
             return function(x)
         out = torch.zeros_like(x)
-        if self.is_lost:
+        if self._failure is not None:  # the step is completed regardless
             return out
         part = self.part(len(x))
         adapted = None if bank is None else bank.current
@@ -180,13 +174,13 @@ class ExpertGroup:
         """Use this group for all further collectives."""
         self._group = group
         self._measures = self.balance is not None and not isinstance(group, MirrorGroup)
-        copies = self._num_experts if self.balance is None else self.balance.num_copies
+        copies = self.num_experts if self.balance is None else self.balance.num_copies
         ranks = torch.empty(copies, dtype=torch.int64)
         self._routes = {}
         for rank in range(group.size):
             share = expert_share(copies, rank, group.size)
             ranks[share.start : share.stop] = rank
-        self.rank_of = ranks.to(self._device)
+        self.rank_of = ranks.to(self.device)
 
     def leave(self) -> None:
         """Leave the group until the next `join`."""
@@ -235,14 +229,9 @@ class ExpertGroup:
 
     def part(self, num_tokens: int) -> slice:
         """Return the slice of the engine's tokens that this process sends."""
-        if self._shards is None:
+        if self.shards is None:
             return slice(0, num_tokens)
-        return part_of(num_tokens, self._shards.rank, self._shards.size)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the group has failed in this step, which is completed regardless."""
-        return self._failure is not None
+        return part_of(num_tokens, self.shards.rank, self.shards.size)
 
     @contextmanager
     def _completing_step(self) -> Iterator[None]:
@@ -254,7 +243,7 @@ class ExpertGroup:
         try:
             yield
         except GroupBroken as error:
-            if self._shards is None:
+            if self.shards is None:
                 raise
             self._failure = error
 
@@ -266,9 +255,9 @@ class ExpertGroup:
             GroupBroken: one of the shards has failed.
         """
         failure, self._failure = self._failure, None
-        if self._shards is None or (self._group is self._shards and failure is None):
+        if self.shards is None or (self._group is self.shards and failure is None):
             return
-        failures = self._shards.all_gather_counts(failure is not None)
+        failures = self.shards.all_gather_counts(failure is not None)
         if any(failures):
             raise ExpertsLost(
                 str(failure or f"process {failures.index(1)} of the engine lost the group")
@@ -279,7 +268,7 @@ class ExpertGroup:
         """Whether every rank receives all tokens in one message, without exchanging counts."""
         if max(self.counts) <= self.rule.few_tokens:
             return True
-        return 1 - (1 - 1 / self.group.size) ** self._per_token >= self.rule.max_needed
+        return 1 - (1 - 1 / self.group.size) ** self.experts_per_token >= self.rule.max_needed
 
 
 class _Routes(NamedTuple):
@@ -304,17 +293,6 @@ def _routes(placement: Placement, num_experts: int, device: torch.device) -> _Ro
         torch.tensor(table, dtype=torch.int64, device=device),
         torch.tensor(numbers, dtype=torch.int64, device=device),
     )
-
-
-class _Arrived(NamedTuple):
-    """Tokens of all ranks, in rank order."""
-
-    x: Tensor
-    """[tokens, hidden]"""
-    chosen: Tensor
-    """[tokens, experts_per_token]: copies of experts."""
-    counts: Sequence[int]
-    """Tokens from each rank."""
 
 
 class DistributedExperts(Module):
@@ -357,26 +335,27 @@ class DistributedExperts(Module):
         chosen = self._group.copies(self._layer, chosen)
         ranks = self._group.rank_of[chosen]
         if self._group.sends_all_tokens:
-            packed = self._group.group.all_gather(_pack(x, chosen), self._group.counts)
-            arrived = _Arrived(*_unpack(packed, x), self._group.counts)
+            counts = self._group.counts
+            packed = self._group.group.all_gather(_pack(x, chosen), counts)
         else:
-            arrived = self._send(x, chosen, ranks)
-        end = self._first + len(self.share)
-        local_rows = (arrived.chosen >= self._first) & (arrived.chosen < end)
+            packed, counts = self._send(x, chosen, ranks)
+        arrived, copies = _unpack(packed, x)
+        local_rows = (copies >= self._first) & (copies < self._first + len(self.share))
         rows = local_rows.nonzero()[:, 0]
         self._group.count_computed(self._layer, len(rows))
-        outputs = run_experts(
-            arrived.x, rows, arrived.chosen[local_rows] - self._first, list(self.experts)
-        )
-        returned = _sums(local_rows.sum(1), arrived.counts)
+        outputs = run_experts(arrived, rows, copies[local_rows] - self._first, list(self.experts))
+        returned = _sums(local_rows.sum(1), counts)
         expected = torch.bincount(ranks.flatten(), minlength=self._group.group.size).tolist()
         back = self._group.group.all_to_all(outputs, returned, expected)
         order = ranks.flatten().argsort(stable=True)
         by_choice = torch.empty_like(back).index_copy_(0, order, back)
         return weighted_sum(by_choice, weights).to(x.dtype)
 
-    def _send(self, x: Tensor, chosen: Tensor, ranks: Tensor) -> _Arrived:
-        """Exchange tokens so that each rank receives those with chosen experts there."""
+    def _send(self, x: Tensor, chosen: Tensor, ranks: Tensor) -> tuple[Tensor, list[int]]:
+        """Exchange tokens so that each rank receives those with chosen experts there.
+
+        Returns all ranks' packed tokens, in rank order, and the number from each rank.
+        """
         group = self._group.group
         needed = torch.zeros(group.size, len(x), dtype=torch.bool, device=x.device)
         needed.T.scatter_(1, ranks, True)
@@ -384,7 +363,7 @@ class DistributedExperts(Module):
         sent: list[int] = needed.sum(1).tolist()
         received = group.all_to_all_counts(sent)
         packed = _pack(x.index_select(0, tokens), chosen.index_select(0, tokens))
-        return _Arrived(*_unpack(group.all_to_all(packed, sent, received), x), received)
+        return group.all_to_all(packed, sent, received), received
 
 
 def _pack(x: Tensor, chosen: Tensor) -> Tensor:

@@ -9,5 +9,4 @@ from engine.shared.config.engine import *
 from engine.shared.config.execution import *
 from engine.shared.config.lora import *
 from engine.shared.config.model import *
-from engine.shared.config.process import *
 from engine.shared.config.section import *

@@ -141,11 +141,6 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
             raise ValueError(f"max_slowdown is {self.max_slowdown}: it has to be 0 or at least 1")
 
     @property
-    def max_tenant_prefill(self) -> int:
-        """Maximum prompt tokens of one tenant per step while other tenants use the engine."""
-        return self.max_tenant_prefill_tokens or max(1, self.max_num_batched_tokens // 4)
-
-    @property
     def encoder_budget(self) -> int:
         """Maximum image tokens encoded in one step."""
         if not self.enable_chunked_prefill:

@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import re
 import struct
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -102,26 +103,28 @@ def read_gguf(path: Path) -> Gguf:
         return _read(_Cursor(header, limit, path), size)
 
 
+@dataclass(eq=False)
 class _Cursor:
     """Reads values sequentially, up to a limit."""
 
-    def __init__(self, header: mmap.mmap, limit: int, path: Path) -> None:
-        self._header = header
-        self._limit = limit
-        self._path = path
+    header: mmap.mmap
+    limit: int
+    path: Path
+
+    def __post_init__(self) -> None:
         self._entries_left = _MAX_ARRAY_ENTRIES
         self.position = 0
 
     def bad(self, reason: str) -> BadGguf:
-        return BadGguf(f"{self._path}: {reason}")
+        return BadGguf(f"{self.path}: {reason}")
 
     def digest(self) -> str:
-        return hashlib.sha256(self._header[: self.position]).hexdigest()
+        return hashlib.sha256(self.header[: self.position]).hexdigest()
 
     def take(self, count: int) -> bytes:
-        if count > self._limit - self.position:
+        if count > self.limit - self.position:
             raise self.bad("the file is truncated, or its metadata is too long")
-        read = self._header[self.position : self.position + count]
+        read = self.header[self.position : self.position + count]
         self.position += count
         return read
 
@@ -154,7 +157,7 @@ class _Cursor:
         kind = self.number("I")
         if kind not in _SIZES:
             raise self.bad(f"arrays of type {kind} are not supported")
-        possible = (self._limit - self.position) // _SIZES[kind]
+        possible = (self.limit - self.position) // _SIZES[kind]
         count = self.count(min(possible, self._entries_left), "entries of arrays")
         self._entries_left -= count
         if kind == _STRING:

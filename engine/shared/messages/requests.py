@@ -116,6 +116,10 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 MAX_ASPECT_RATIO = 200
 """Maximum ratio of an image's longer to its shorter side; the limit of Qwen's processor."""
 
+WHOLE_PATCHES = {"clip_vision_model": "default", "siglip_vision_model": "full"}
+"""Values of LLaVA's `vision_feature_select_strategy` with which each patch of a square image is a
+token: CLIP has a class embedding, which is left out, SigLIP none."""
+
 
 class EncoderInput(Message, frozen=True):
     """An image, or a tile of one, and its placeholder tokens in a prompt.

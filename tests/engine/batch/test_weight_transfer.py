@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch.cannot_do import CannotDo
+from engine.batch.batch import CannotDo
 from engine.batch.weight_transfer import WeightTransfer, announced_tensors
 from engine.distributed.plain import PlainGroup, join_plain_group
 from engine.distributed.spec import GroupBroken, GroupSpec, listener_address, open_listener

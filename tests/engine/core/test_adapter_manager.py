@@ -12,7 +12,7 @@ from engine.executor.simulated import SimulatedExecutor
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.models.hf_config import read_spec
-from engine.shared.adapters import configured_adapters
+from engine.process.receiver import configured_adapters
 from engine.shared.config import BUNDLED_MODEL, CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from engine.shared.messages import (
     AdapterEntry,

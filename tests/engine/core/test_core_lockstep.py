@@ -80,9 +80,9 @@ class Member:
         """Step until idle, with this many steps launched before the first completes."""
         while self.core.needs_steps:
             self.launch()
-            if len(self.core.steps._in_flight) == in_flight:
+            if len(self.core.steps.in_flight) == in_flight:
                 self.land()
-        while self.core.steps.any_in_flight:
+        while self.core.steps.in_flight:
             self.land()
 
     def _take(self, outputs: object) -> None:
@@ -124,7 +124,7 @@ def test_abandoned_steps_are_launched_again_in_order(breaks_in: int, in_flight: 
     member.abandon_pending()
     assert member.core.needs_steps
     member.executor.breaks_in = -1
-    given_up = [each.plan for each in member.core.steps._in_flight]
+    given_up = [each.plan for each in member.core.steps.in_flight]
     assert given_up == kept[breaks_in:]
     member.finish()
     again = member.executor.plans[len(kept) :]
@@ -140,7 +140,7 @@ def test_available_results_are_kept_when_group_ends(member: Member) -> None:
     member.launch()
     member.executor.breaks_in = 1
     member.abandon_pending()
-    assert [each.plan for each in member.core.steps._in_flight] == member.executor.plans[1:]
+    assert [each.plan for each in member.core.steps.in_flight] == member.executor.plans[1:]
     member.executor.breaks_in = -1
     member.launch()
     member.land()
@@ -172,5 +172,5 @@ def test_draining_engine_waits_only_for_rows_in_flight(member: Member) -> None:
     member.land()
     assert not member.core.has_requests
     member.launch()
-    assert member.core.steps.any_in_flight
+    assert member.core.steps.in_flight
     assert not member.core.has_requests, "the others need the step"

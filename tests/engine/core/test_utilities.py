@@ -449,7 +449,7 @@ def test_a_step_that_fails_while_the_engine_goes_to_sleep_is_fatal() -> None:
         def result(self) -> None:
             raise RuntimeError("the device is gone")
 
-    in_flight = engine.core.steps._in_flight
+    in_flight = engine.core.steps.in_flight
     in_flight[0] = in_flight[0]._replace(pending=Broken())  # type: ignore[arg-type]
     with pytest.raises(StepFailed, match="RuntimeError"):
         engine.core.handle(UtilityCall(1, 0, "sleep"))

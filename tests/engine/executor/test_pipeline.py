@@ -327,12 +327,6 @@ def test_the_leader_is_the_first_shard_of_the_last_stage() -> None:
     layout = Layout(stages=3, shards=2)
     assert layout.position(0) == GridPosition(2, 0)
     assert [layout.position(rank).stage for rank in layout.stage_workers] == [2]
-    assert [layout.position(rank) for rank in layout.earlier_ranks] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
     assert [list(layout.ranks(stage)) for stage in range(3)] == [[2, 3], [4, 5], [0, 1]]
     assert sorted(layout.index_on_node(rank) for rank in range(6)) == list(range(6))
     assert [Layout(1, 4).index_on_node(rank) for rank in range(4)] == [0, 1, 2, 3]

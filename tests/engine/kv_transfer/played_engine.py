@@ -12,7 +12,7 @@ from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team
 from engine.kv_tiers.opening import check_tiers, open_tiers
-from engine.kv_transfer.opening import open_port
+from engine.kv_transfer.port import open_port
 from engine.shared.config import (
     CacheConfig,
     ClusterConfig,
@@ -92,7 +92,7 @@ class PlayedEngine:
             incarnation=incarnation,
             counters=counters,
         )
-        self.port = None if opened is None else opened.port
+        self.port = None if opened is None else opened[0]
         self._tiers = open_tiers(
             self.config,
             self._executor,
@@ -103,7 +103,7 @@ class PlayedEngine:
         self._settled = Event()
         if self._tiers is not None:
             self._tiers.on_settled = self._settled.set
-        self.source = KvSource("" if opened is None else opened.address, incarnation)
+        self.source = KvSource("" if opened is None else opened[2], incarnation)
         self.core = EngineCore(
             self.config, self._executor, rank=0, incarnation=incarnation, tiers=self._tiers
         )

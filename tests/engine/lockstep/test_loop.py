@@ -206,14 +206,14 @@ class Engine:
     @property
     def computes(self) -> bool:
         """Whether a step is in flight; abandoned steps do not count."""
-        return any(each.pending is not None for each in self.core.steps._in_flight)
+        return any(each.pending is not None for each in self.core.steps.in_flight)
 
     @property
     def rests(self) -> bool:
         """Whether it is paused with nothing left to compute or send."""
         core = self.core
         is_paused = self.wave.phase is Phase.PAUSED
-        return is_paused and not (core.steps.any_in_flight or core.has_requests)
+        return is_paused and not (core.steps.in_flight or core.has_requests)
 
     def _run(self) -> None:
         try:

@@ -26,7 +26,7 @@ from engine.process.reception import (
     Supersede,
     Tick,
 )
-from engine.shared.membership import HELLO_INTERVAL, Identity, Membership
+from engine.shared.membership import HELLO_INTERVAL, Membership
 from engine.shared.messages import (
     AbortRequests,
     AdapterEntry,
@@ -69,7 +69,7 @@ def welcome(*front_ends: FrontEndEntry, epoch: int = EPOCH, at: str = "publish")
 
 
 def new_reception() -> Reception:
-    identity = Identity(
+    identity = Hello(
         kind="engine", index=-1, incarnation=INCARNATION, host="node", pid=1, group_config={}
     )
     links = FrontEndLinks(INCARNATION, "node", GRACE, HEARTBEAT)

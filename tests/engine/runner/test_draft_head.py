@@ -279,7 +279,7 @@ def test_cache_memory_includes_head_blocks_and_states(
     assert model is not None
     assert runner is not None
     assert runner._head is not None
-    drafting = runner._head._head
+    drafting = runner._head.head
     block = bytes_per_block(model.spec, 16, PlainKv(torch.float32))
     block += bytes_per_block(drafting.spec, 16, PlainKv(torch.float32)) + 64 * 4
     most = 4 * (256 // 16)

@@ -178,7 +178,7 @@ def test_grammar_of_suspect_is_compiled_during_isolation(
     assert not rig.step().slots
     assert len(grammars.asked) == 1
     assert rig.scheduler.exclusive_request == 9
-    assert not rig.scheduler.needs_step, "others wait, and the loop has to sleep"
+    assert not rig.scheduler.needs_plan, "others wait, and the loop has to sleep"
     grammars.asked[0].settled, grammars.asked[0].error = True, error
     answers = rig.scheduler.queue_compiled()
     if error is None:

@@ -1,11 +1,10 @@
 """The registration handshake seen from a member."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import msgspec
 
-from engine.shared.membership import HELLO_INTERVAL, Identity, Joined, Membership, Rejected
+from engine.shared.membership import HELLO_INTERVAL, Joined, Membership, Rejected
 from engine.shared.messages import (
     Draining,
     EngineSetup,
@@ -20,7 +19,7 @@ from engine.shared.messages import (
 )
 from engine.shared.version import PROTOCOL_VERSION
 
-ME = Identity(kind="engine", index=-1, incarnation=42, host="h", pid=1, group_config={})
+ME = Hello(kind="engine", index=-1, incarnation=42, host="h", pid=1, group_config={})
 SETUP = EngineSetup(num_kv_blocks=1, block_size=16, max_model_len=16, model_fingerprint="f")
 
 
@@ -56,7 +55,7 @@ def protocol_of_hello(member: Membership) -> int:
 
 
 def test_coordinator_of_previous_protocol_is_joined_with_it() -> None:
-    me = dataclasses.replace(ME, group_config={"dtype": "f", "device": "cpu"})
+    me = msgspec.structs.replace(ME, group_config={"dtype": "f", "device": "cpu"})
     member = Membership(me, heartbeat_interval=1.0)
     refused = Refused("protocol is 4 there but 3 at the coordinator", field="protocol")
     assert protocol_of_hello(member) == PROTOCOL_VERSION
