@@ -95,13 +95,6 @@ def test_engine_reports_queue_time_of_requests(overlap: bool) -> None:
     assert second.prefill <= 3
 
 
-def test_stats_contain_the_tokens_of_steps(core: EngineCore) -> None:
-    core.handle(request(1, length=5, max_tokens=3))
-    stats = run(core)[-1].stats
-    assert stats.counters.step_tokens == 5 + 3
-    assert stats.counters.step_tokens_buckets == [2, 1, *[0] * 12]
-
-
 def test_stats_contain_load_and_counts(core: EngineCore) -> None:
     for id in range(6):
         core.handle(request(id, id % 2))
@@ -124,11 +117,6 @@ def test_stats_versions_increase(core: EngineCore) -> None:
     core.handle(request(1))
     versions = [core.stats().version, core.step().stats.version, core.stats().version]
     assert versions == sorted(set(versions))
-
-
-def test_the_wave_is_reported(core: EngineCore) -> None:
-    core.clock.wave = 9
-    assert core.stats().wave == 9
 
 
 # -- front ends -----------------------------------------------------------------------------------
@@ -250,14 +238,6 @@ def test_info_describes_the_engine(core: EngineCore) -> None:
     assert isinstance(result, dict)
     assert result["num_kv_blocks"] == 32
     assert result["vocab_size"] == 32_000
-
-
-def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
-    core.handle(request(1, length=9))
-    run(core)
-    assert call(core, "reset_prefix_cache").result == {"blocks_forgotten": 2}
-    core.handle(request(2, length=9))
-    assert run(core)[0].outputs[0][0].num_cached_tokens == 0
 
 
 # -- what the shell around the core relies on -----------------------------------------------------

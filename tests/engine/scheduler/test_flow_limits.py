@@ -149,18 +149,6 @@ def test_requests_of_equal_size_do_not_limit_each_other(make_rig: MakeRig) -> No
     finish(rig)
 
 
-def test_tenant_of_many_requests_gets_a_share_of_steps(make_rig: MakeRig) -> None:
-    rig = roomy(make_rig)
-    for id in range(100, 160):
-        rig.add(id, prompt(3, id), max_tokens=60, tenant=1)
-    rig.step()
-    rig.add(1, prompt(4), max_tokens=40, tenant=2)
-    rig.step()
-    for _ in range(30):
-        assert rows_of(rig, 100, 60) <= PART + 1
-    finish(rig)
-
-
 @pytest.mark.parametrize("slowdown", [1.0, 1.001])
 def test_smallest_share_still_makes_progress(make_rig: MakeRig, slowdown: float) -> None:
     rig = roomy(make_rig, max_slowdown=slowdown)

@@ -69,10 +69,6 @@ def test_no_tenant_gets_fewer_rows_than_the_smallest(sequences: list[int]) -> No
             assert rows.count(tenant) >= min(sequences)
 
 
-def test_the_rows_of_equal_tenants_are_not_limited() -> None:
-    assert set(Decodes([30] * 10).rows(20)) == {300}
-
-
 def test_every_sequence_of_large_tenant_is_decoded_in_turn() -> None:
     engine = Decodes([2, *[50] * 9])
     waiting = {each.id for each in engine.requests}
