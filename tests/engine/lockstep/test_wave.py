@@ -17,7 +17,7 @@ from engine.lockstep.wave import (
     judge,
 )
 from engine.scheduler.admission import RankState
-from engine.shared.messages import StartWave, WaveComplete
+from engine.shared.messages import StartDpWave, StartWave, WaveComplete
 
 IDLE = RankState(*[0] * len(RankState._fields))
 BUSY = RankState(*range(5, 5 + len(RankState._fields)))
@@ -93,6 +93,13 @@ def test_group_decision_follows_from_gathered_rows(rows: list[GatherRow], phase:
 # -- starting ------------------------------------------------------------------------------------
 
 
+def test_a_new_group_gathers_first_and_takes_the_largest_wave() -> None:
+    wave = EngineWave(rank=0, incarnation=7, wave=3)
+    gather(wave, wave=11)
+    assert (wave.phase, wave.wave) == (Phase.PAUSED, 12)
+    assert wave.take_reports() == [WaveComplete(0, 7, 11)]
+
+
 def test_welcome_of_restarted_coordinator_advances_wave_without_starting() -> None:
     wave = paused()
     wave.welcomed(9)
@@ -104,6 +111,20 @@ def test_welcome_of_restarted_coordinator_advances_wave_without_starting() -> No
 def test_a_request_that_was_aborted_in_the_same_drain_starts_nothing() -> None:
     wave = paused()
     wave.request_received(1)
+    assert wave.next_action(False, IDLE) == Park()
+
+
+def test_an_order_of_an_earlier_wave_or_another_topology_starts_nothing() -> None:
+    wave = paused()
+    wave.start_ordered(StartDpWave(0, -1))
+    wave.start_ordered(StartDpWave(9, -1, 0, 5))
+    assert wave.next_action(False, IDLE) == Park()
+    assert wave.wave == 1
+
+
+def test_the_excluded_engine_waits_for_its_request() -> None:
+    wave = paused(rank=1)
+    wave.start_ordered(StartDpWave(1, 1))
     assert wave.next_action(False, IDLE) == Park()
 
 
@@ -143,7 +164,33 @@ def test_steps_between_gathers_carry_no_loads() -> None:
     assert asked(wave).step == 3
 
 
+# -- stopping ------------------------------------------------------------------------------------
+
+
+def test_larger_wave_is_adopted_and_reported_while_running() -> None:
+    wave = running(rank=1)
+    gather(wave, has_work=True, wave=40)
+    assert wave.wave == 40
+    assert wave.take_reports() == [StartWave(1, 7, 40)]
+
+
 # -- groups that are lost --------------------------------------------------------------------------
+
+
+def test_new_group_forms_after_abandoned_step() -> None:
+    wave = running(rank=1)
+    wave.group_lost()
+    assert wave.next_action(True, BUSY) == Park()
+    wave.regroup(topology=2, is_leader=True, gather_interval=4)
+    row = asked(wave, has_work=True)
+    assert (row.topology, row.tag, row.step) == (2, 0, 0)
+    gather(wave, has_work=True)
+    assert wave.running
+    gather_due = [isinstance(wave.next_action(True, BUSY), Gather)]
+    for _ in range(5):
+        take_step(wave)
+        gather_due.append(isinstance(wave.next_action(True, BUSY), Gather))
+    assert gather_due == [False, False, False, False, True, False]
 
 
 def test_the_leader_reports_the_end_of_waves() -> None:
