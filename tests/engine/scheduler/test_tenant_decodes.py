@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.preemption import Capacity
-from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
-from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.scheduler.conftest import queued
 
 SLOWDOWN = 1.25
 
@@ -21,21 +20,13 @@ class Decodes:
     def __init__(self, sequences: list[int]) -> None:
         self.fairness = Fairness(StepCosts(), Capacity(1024, 1 << 16), max_slowdown=SLOWDOWN)
         self.requests = [
-            self._sequence(1000 * tenant + each, tenant)
+            queued(1000 * tenant + each, tenant=tenant)
             for tenant, count in enumerate(sequences)
             for each in range(count)
         ]
         for each in self.requests:
             self.fairness.add(each)
             self.fairness.start(each)
-
-    @staticmethod
-    def _sequence(id: int, tenant: int) -> Request:
-        params = SamplingParams(max_tokens=9, seed=0)
-        message = AddRequest(id, "", 0, 0, [1], params, tenant=tenant)
-        return request_from_message(
-            message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
-        )
 
     def step(self) -> list[int]:
         """Return the tenant of each row of the next step."""
