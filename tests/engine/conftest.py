@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """More threads do not speed up tiny tensors, and waiting for a busy core is slow."""
-    if torch := sys.modules.get("torch"):  # quick tests of this package have none
+def _one_thread() -> Iterator[None]:
+    """More threads do not speed up tiny tensors, and waiting for a busy core is slow.
+
+    A test can set another number.
+    """
+    torch = sys.modules.get("torch")  # quick tests of this package have none
+    if torch:
+        torch.set_num_threads(1)
+    yield
+    if torch:
         torch.set_num_threads(1)
 
 

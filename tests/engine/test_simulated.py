@@ -65,34 +65,40 @@ def test_drawn_tokens_are_fed_back() -> None:
     assert second == simulated_token(7, 4, first, 32_000)
 
 
-def test_a_wrong_block_in_the_table_is_noticed() -> None:
+FOUR = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("plans", "error"),
+    [
+        ([start(1, 0, FOUR, [5]), start(2, 1, [*FOUR, 5], [6, 7], computed=4)], "block 6"),
+        (
+            [
+                start(1, 0, FOUR, [5]),
+                start(2, 1, [*FOUR, 9], [5, 6], computed=4),
+                start(3, 2, [1, 2, 3, 5, 9], [5, 7], computed=4),
+            ],
+            "other tokens",
+        ),
+        ([start(1, 0, [3] * 8, [5, 6]), start(2, 1, [3] * 9, [6, 5, 7], computed=8)], "has others"),
+        ([start(1, 0, [1, 2, 3], [5, 6]), decode(2, 0, 2)], "does not fit 4 tokens"),
+        ([start(1, 0, [1, 2, 3], [5, 6]), decode(2, 0, 4)], "does not fit 4 tokens"),
+        (
+            [
+                start(1, 0, [1, 2, 3], [5]),
+                BatchPlan(2, [], [SlotBlocks(0, 2, [6])], [0], [3], [1], [True]),
+            ],
+            "gap",
+        ),
+    ],
+    ids=["wrong block", "another prefix", "shifted block", "too early", "too late", "gap"],
+)
+def test_plan_that_does_not_fit_the_cache_is_noticed(plans: list[BatchPlan], error: str) -> None:
     run = executor()
-    run.submit(start(1, 0, [1, 2, 3, 4], [5])).result()
-    with pytest.raises(AssertionError, match="block 6"):
-        run.submit(start(2, 1, [1, 2, 3, 4, 5], [6, 7], computed=4))
-
-
-def test_a_block_with_another_prefix_is_noticed() -> None:
-    run = executor()
-    run.submit(start(1, 0, [1, 2, 3, 4], [5])).result()
-    run.submit(start(2, 1, [1, 2, 3, 4, 9], [5, 6], computed=4)).result()
-    with pytest.raises(AssertionError, match="other tokens"):
-        run.submit(start(3, 2, [1, 2, 3, 5, 9], [5, 7], computed=4))
-
-
-def test_a_shifted_block_is_noticed() -> None:
-    run = executor()
-    run.submit(start(1, 0, [3, 3, 3, 3, 3, 3, 3, 3], [5, 6])).result()
-    with pytest.raises(AssertionError, match="has others"):
-        run.submit(start(2, 1, [3] * 9, [6, 5, 7], computed=8))
-
-
-@pytest.mark.parametrize("position", [2, 4])
-def test_a_decode_at_the_wrong_position_is_noticed(position: int) -> None:
-    run = executor()
-    run.submit(start(1, 0, [1, 2, 3], [5, 6])).result()
-    with pytest.raises(AssertionError, match="does not fit 4 tokens"):
-        run.submit(decode(2, 0, position))
+    for plan in plans[:-1]:
+        run.submit(plan).result()
+    with pytest.raises(AssertionError, match=error):
+        run.submit(plans[-1])
 
 
 def test_block_written_by_step_in_flight_must_not_be_reassigned() -> None:
@@ -109,13 +115,6 @@ def test_slot_used_by_step_in_flight_must_not_be_reassigned() -> None:
     run.submit(start(1, 0, [1, 2, 3], [5]))
     with pytest.raises(AssertionError, match="slot 0 is in use"):
         run.submit(start(2, 0, [1, 2, 3], [6]))
-
-
-def test_a_gap_in_the_block_table_is_noticed() -> None:
-    run = executor()
-    run.submit(start(1, 0, [1, 2, 3], [5])).result()
-    with pytest.raises(AssertionError, match="gap"):
-        run.submit(BatchPlan(2, [], [SlotBlocks(0, 2, [6])], [0], [3], [1], [True]))
 
 
 def test_virtual_time_is_the_sum_of_all_costs() -> None:

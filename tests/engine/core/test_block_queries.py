@@ -1,21 +1,10 @@
 """Front ends that query an engine's KV blocks get a reply if the blocks have changed."""
 
-import pytest
-
 from engine.core.engine_core import EngineCore
 from engine.core.events import FrontEndLeft
 from engine.shared.block_names import SHORT_NAME
 from engine.shared.messages import ALL_BLOCKS, KvBlocks, KvBlocksQuery, UtilityCall
-from tests.engine.core.test_core import CONFIG, request, run
-from tests.support.checked_executor import CheckedExecutor
-
-
-@pytest.fixture
-def core() -> EngineCore:
-    core = EngineCore(CONFIG, CheckedExecutor(CONFIG), rank=2, incarnation=77)
-    core.front_end_joined(0, 100)
-    core.front_end_joined(1, 101)
-    return core
+from tests.engine.core.conftest import request, run
 
 
 def received(core: EngineCore) -> list[tuple[int, KvBlocks]]:

@@ -11,43 +11,14 @@ from engine.core.front_ends import CoreStep
 from engine.distributed.spec import GroupBroken
 from engine.executor.simulated import SimulatedExecutor, simulated_token
 from engine.scheduler.admission import NO_LOAD, Grant, RankState
-from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import (
     AbortRequests,
-    AddRequest,
     Received,
-    SamplingParams,
     UtilityCall,
     UtilityResult,
 )
+from tests.engine.core.conftest import CONFIG, request, run
 from tests.support.checked_executor import CheckedExecutor
-
-CONFIG = EngineConfig(
-    model=ModelConfig(max_model_len=64),
-    cache=CacheConfig(block_size=4, num_kv_blocks=32),
-    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-)
-
-
-@pytest.fixture
-def core() -> EngineCore:
-    executor = CheckedExecutor(CONFIG)
-    core = EngineCore(CONFIG, executor, rank=2, incarnation=77)
-    core.front_end_joined(0, 100)
-    core.front_end_joined(1, 101)
-    return core
-
-
-def request(id: int, front_end: int = 0, *, length: int = 5, max_tokens: int = 3) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, seed=id)
-    return AddRequest(id, f"request-{id}", front_end, 0, list(range(length)), sampling)
-
-
-def run(core: EngineCore) -> list[CoreStep]:
-    steps = []
-    while core.has_work:
-        steps.append(core.step())
-    return steps
 
 
 def test_tokens_of_request_are_returned_to_its_front_end(core: EngineCore) -> None:
@@ -95,13 +66,6 @@ def test_engine_reports_queue_time_of_requests(overlap: bool) -> None:
     assert second.prefill <= 3
 
 
-def test_stats_contain_the_tokens_of_steps(core: EngineCore) -> None:
-    core.handle(request(1, length=5, max_tokens=3))
-    stats = run(core)[-1].stats
-    assert stats.counters.step_tokens == 5 + 3
-    assert stats.counters.step_tokens_buckets == [2, 1, *[0] * 12]
-
-
 def test_stats_contain_load_and_counts(core: EngineCore) -> None:
     for id in range(6):
         core.handle(request(id, id % 2))
@@ -124,11 +88,6 @@ def test_stats_versions_increase(core: EngineCore) -> None:
     core.handle(request(1))
     versions = [core.stats().version, core.step().stats.version, core.stats().version]
     assert versions == sorted(set(versions))
-
-
-def test_the_wave_is_reported(core: EngineCore) -> None:
-    core.clock.wave = 9
-    assert core.stats().wave == 9
 
 
 # -- front ends -----------------------------------------------------------------------------------
@@ -250,14 +209,6 @@ def test_info_describes_the_engine(core: EngineCore) -> None:
     assert isinstance(result, dict)
     assert result["num_kv_blocks"] == 32
     assert result["vocab_size"] == 32_000
-
-
-def test_the_prefix_cache_can_be_reset(core: EngineCore) -> None:
-    core.handle(request(1, length=9))
-    run(core)
-    assert call(core, "reset_prefix_cache").result == {"blocks_forgotten": 2}
-    core.handle(request(2, length=9))
-    assert run(core)[0].outputs[0][0].num_cached_tokens == 0
 
 
 # -- what the shell around the core relies on -----------------------------------------------------

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from engine.core.engine_core import EngineCore
 from engine.shared.messages import AddRequest, SamplingParams, UtilityCall
-from tests.engine.core.test_core import CONFIG, run
+from tests.engine.core.conftest import CONFIG, run
 from tests.engine.scheduler.test_images import VISION, image, prompt
 from tests.support.checked_executor import CheckedExecutor
 

@@ -10,13 +10,10 @@ from engine.executor import loading
 from engine.executor.in_process import InProcessExecutor
 from engine.models.cache_groups import CacheGroups
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
+from tests.engine.configs import config_of
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.serving import request, serve
 
@@ -24,16 +21,17 @@ STREAMS = 100
 
 
 def settings(directory: Path, num_blocks: int, drafts: int = 0) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), dtype="float32", max_model_len=256, device="cpu"),
-        cache=CacheConfig(num_kv_blocks=num_blocks, block_size=4),
-        scheduler=SchedulerConfig(
-            max_num_seqs=STREAMS,
-            max_num_batched_tokens=512,
-            speculative_ngram=drafts,
-            max_slowdown=0,  # what is scheduled depends on no clock
-        ),
-        executor=ExecutorConfig(threads=1, batch_invariant=True),
+    return config_of(
+        directory,
+        model={"max_model_len": 256},
+        cache={"num_kv_blocks": num_blocks, "block_size": 4},
+        scheduler={
+            "max_num_seqs": STREAMS,
+            "max_num_batched_tokens": 512,
+            "speculative_ngram": drafts,
+            "max_slowdown": 0,  # what is scheduled depends on no clock
+        },
+        executor={"batch_invariant": True},
     )
 
 
@@ -139,11 +137,11 @@ def after_8192_tokens(directory: Path, num_blocks: int) -> tuple[list[int], list
     Returns:
         The tokens, the blocks in use after each step, and the total number of blocks.
     """
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype="float32", max_model_len=8240, device="cpu"),
-        cache=CacheConfig(num_kv_blocks=num_blocks, block_size=16),
-        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512),
-        executor=ExecutorConfig(threads=1),
+    config = config_of(
+        directory,
+        model={"max_model_len": 8240},
+        cache={"num_kv_blocks": num_blocks, "block_size": 16},
+        scheduler={"max_num_seqs": 1, "max_num_batched_tokens": 512},
     )
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)

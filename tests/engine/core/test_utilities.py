@@ -159,10 +159,6 @@ def test_pooling_model_computes_dummy_batches() -> None:
     assert engine.core.stats().counters.pooled_sequences == 1
 
 
-def test_engine_reports_task_of_model(engine: Engine) -> None:
-    assert engine.call("get_supported_tasks").result == {"tasks": "generate"}
-
-
 # -- pause ----------------------------------------------------------------------------------------
 
 
@@ -319,16 +315,6 @@ def test_fleet_order_is_carried_out_once(engine: Engine) -> None:
     engine.call("resume")
     engine.core.handle(order)
     assert not engine.core.stats().halted
-
-
-def test_failure_of_fleet_order_is_reported(engine: Engine) -> None:
-    engine.core.handle(FleetOrder(1, sleep_level=2, sleep_revision=1))
-    engine.executor.refuses["wake_up"] = CannotDo("the weights have changed")
-    engine.core.handle(FleetOrder(2, sleep_revision=2))
-    info = engine.call("info").result
-    assert isinstance(info, dict)
-    assert (info["fleet_revision"], info["fleet_error"]) == (2, "the weights have changed")
-    assert info["is_sleeping"]
 
 
 def test_failed_part_of_order_is_not_hidden_by_later_success(engine: Engine) -> None:

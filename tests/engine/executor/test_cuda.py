@@ -12,13 +12,9 @@ from engine.executor.in_process import InProcessExecutor
 from engine.models.attention.cuda import CudaAttention, KernelAttention
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from tests.engine.comparing import relative
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.pooling import ENCODERS, prompts, save_pooling_model, vectors_of
@@ -79,11 +75,15 @@ def test_graph_replay_equals_eager_execution(checkpoint: SaveModel) -> None:
 def test_the_cache_is_sized_by_a_trial_step(checkpoint: SaveModel) -> None:
     def blocks(utilization: float) -> int:
         executor = InProcessExecutor(
-            EngineConfig(
-                model=ModelConfig(model=str(checkpoint("llama").directory), device="cuda"),
-                cache=CacheConfig(gpu_memory_utilization=utilization, block_size=256),
-                scheduler=SchedulerConfig(max_num_seqs=4096),
-                executor=ExecutorConfig(threads=1),
+            config_of(
+                checkpoint("llama").directory,
+                model={"device": "cuda", "dtype": "auto"},
+                cache={
+                    "gpu_memory_utilization": utilization,
+                    "block_size": 256,
+                    "num_kv_blocks": None,
+                },
+                scheduler={"max_num_seqs": 4096},
             )
         )
         found = executor.info.num_kv_blocks
@@ -96,11 +96,10 @@ def test_the_cache_is_sized_by_a_trial_step(checkpoint: SaveModel) -> None:
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: SaveModel) -> None:
     executor = InProcessExecutor(
-        EngineConfig(
-            model=ModelConfig(
-                model=str(checkpoint("llama").directory), device="cuda", dtype="bfloat16"
-            ),
-            cache=CacheConfig(num_kv_blocks=100, block_size=block_size),
+        config_of(
+            checkpoint("llama").directory,
+            model={"device": "cuda", "dtype": "bfloat16"},
+            cache={"num_kv_blocks": 100, "block_size": block_size},
         )
     )
     attention = executor._loaded.model.attention
@@ -163,12 +162,8 @@ def test_drafts_change_no_token(kind: str, checkpoint: SaveModel, tmp_path: Path
 
 
 def test_model_computes_the_same_after_sleep(checkpoint: SaveModel) -> None:
-    config = EngineConfig(
-        model=ModelConfig(
-            model=str(checkpoint("qwen3").directory), device="cuda", dtype="bfloat16"
-        ),
-        cache=CacheConfig(num_kv_blocks=100),
-    )
+    kind = {"device": "cuda", "dtype": "bfloat16"}
+    config = config_of(checkpoint("qwen3").directory, model=kind, cache={"block_size": 16})
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)

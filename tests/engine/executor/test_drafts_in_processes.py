@@ -11,14 +11,10 @@ from engine.executor.in_process import InProcessExecutor
 from engine.executor.rules import BadDraftModel
 from engine.executor.team import Team
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AddRequest
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3, save_mtp
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.fixtures import SaveModel
@@ -44,14 +40,13 @@ def drafting(checkpoint: SaveModel, tmp_path_factory: pytest.TempPathFactory) ->
 def settings(
     directory: Path, scheduling: dict[str, Any], parallel: dict[str, Any], blocks: int = 30
 ) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
-        cache=CacheConfig(block_size=8, num_kv_blocks=blocks),
-        scheduler=SchedulerConfig(
-            max_num_seqs=6, max_num_batched_tokens=40, speculative_row_price=0, **scheduling
-        ),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(data_parallel_size=1, **parallel),
+    step = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "speculative_row_price": 0}
+    return config_of(
+        directory,
+        model={"max_model_len": 160},
+        cache={"num_kv_blocks": blocks},
+        scheduler=step | scheduling,
+        parallel=parallel,
     )
 
 

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
-from engine.models.parallel.balance import expert_share
 from engine.models.spec import UnsupportedModel
-from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from engine.shared.config import EngineConfig, ParallelConfig
+from tests.engine.configs import config_of
+from tests.engine.driver import NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.processes import Process, World
 from tests.engine.tiny_models import Checkpoint
@@ -24,16 +24,6 @@ def world() -> Iterator[World]:
     made = World("tests.engine.executor.expert_member")
     yield made
     made.end()
-
-
-@pytest.mark.parametrize(
-    ("experts", "sizes"),
-    [(6, (3, 3)), (7, (2, 2, 3)), (16, (5, 5, 6)), (2, (0, 1, 1)), (4, (1, 1, 1, 1))],
-)
-def test_shares_are_balanced_and_cover_all_experts(experts: int, sizes: tuple[int, ...]) -> None:
-    shares = [expert_share(experts, rank, len(sizes)) for rank in range(len(sizes))]
-    assert sorted(len(share) for share in shares) == sorted(sizes)
-    assert [expert for share in shares for expert in share] == list(range(experts))
 
 
 def engines(world: World, model: Checkpoint, size: int, *more: Any) -> list[Process]:
@@ -209,11 +199,7 @@ def test_balancing_is_refused_if_unsupported(checkpoint: SaveModel) -> None:
 
 
 def settings(directory: Path, **parallel: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
-        parallel=ParallelConfig(**parallel),
-    )
+    return config_of(directory, parallel={"data_parallel_size": 2} | parallel)
 
 
 def test_model_without_experts_is_loaded_fully_and_joins_no_group(checkpoint: SaveModel) -> None:

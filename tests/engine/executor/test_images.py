@@ -13,14 +13,13 @@ from engine.executor.rules import image_refusal
 from engine.executor.team import Team
 from engine.models.hf_config import read_spec
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest, EncoderInput, EngineCounters
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.executor.many_kinds import serve as serve_steps
 from tests.engine.fixtures import SaveModel
@@ -205,25 +204,28 @@ def test_sharded_model_sees_images_like_one_process(
     model, requests = checkpoint(name), traffic(name)
     if "speculative_model" in scheduling:
         scheduling = {"speculative_model": str(model.directory)}
-    kind = ModelConfig(model=str(model.directory), device="cpu", dtype="float32")
-    answers, counters = serve_in_processes(kind, requests, shards, stages, **scheduling)
+    answers, counters = serve_in_processes(
+        model.directory, {}, requests, shards, stages, **scheduling
+    )
     check(model, requests, answers)
     assert counters.encoded_images >= 12
 
 
 def serve_in_processes(
-    model: ModelConfig, requests: list[AddRequest], shards: int, stages: int, **scheduling: Any
+    directory: Path,
+    model: dict[str, Any],
+    requests: list[AddRequest],
+    shards: int,
+    stages: int,
+    **scheduling: Any,
 ) -> tuple[list[Answer], EngineCounters]:
-    config = EngineConfig(
+    step = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "max_num_encoder_tokens": 4}
+    config = config_of(
+        directory,
         model=model,
-        cache=CacheConfig(block_size=8, num_kv_blocks=100, encoder_cache_bytes=1),
-        scheduler=SchedulerConfig(
-            max_num_seqs=6, max_num_batched_tokens=40, max_num_encoder_tokens=4, **scheduling
-        ),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(
-            data_parallel_size=1, tensor_parallel_size=shards, pipeline_parallel_size=stages
-        ),
+        cache={"num_kv_blocks": 100, "encoder_cache_bytes": 1},
+        scheduler=step | scheduling,
+        parallel={"tensor_parallel_size": shards, "pipeline_parallel_size": stages},
     )
     executor = InProcessExecutor(config, team=Team(config, 0, 1))
     try:
@@ -246,10 +248,8 @@ def test_sharded_quantized_model_sees_images(
 ) -> None:
     model = checkpoint(name)
     requests = [each for each in traffic(name) if each.encoder_inputs]
-    kind = ModelConfig(
-        model=str(model.directory), device="cpu", dtype=dtype, quantization=quantization
-    )
-    answers, _ = serve_in_processes(kind, requests, 2, 1)
+    kind = {"dtype": dtype, "quantization": quantization}
+    answers, _ = serve_in_processes(model.directory, kind, requests, 2, 1)
     short = []
     for each, answer in zip(requests, answers, strict=True):
         known = each.prompt_token_ids + answer.tokens[:-1]
@@ -292,12 +292,8 @@ def test_gemma_refuses_images_if_they_cannot_be_in_one_step(
 def test_gemma_without_images_serves_text(
     checkpoint: SaveModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = EngineConfig(
-        model=ModelConfig(model=str(checkpoint("gemma3-vision").directory), max_model_len=64),
-        cache=CacheConfig(num_kv_blocks=30, block_size=8),
-        scheduler=SchedulerConfig(max_num_seqs=2, long_prefill_token_threshold=8),
-    )
-    executor = InProcessExecutor(config)
+    directory, step = checkpoint("gemma3-vision").directory, {"long_prefill_token_threshold": 8}
+    executor = InProcessExecutor(config_of(directory, scheduler=step))
     assert executor.info.vision is None
     assert "images are not accepted with --long-prefill-token-threshold 8" in caplog.text
     executor.shutdown()
@@ -307,20 +303,15 @@ def test_mistral_without_transformers_serves_text(
     checkpoint: SaveModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    model = ModelConfig(model=str(checkpoint("mistral3").directory), max_model_len=64)
-    cache = CacheConfig(num_kv_blocks=30, block_size=8)
-    executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
+    executor = InProcessExecutor(config_of(checkpoint("mistral3").directory))
     assert executor.info.vision is None
     assert "images are not accepted with a vision encoder of transformers" in caplog.text
     executor.shutdown()
 
 
 def test_a_vision_encoder_need_not_be_loaded(checkpoint: SaveModel) -> None:
-    model = ModelConfig(
-        model=str(checkpoint("gemma3-vision").directory), max_model_len=64, language_model_only=True
-    )
-    cache = CacheConfig(num_kv_blocks=30, block_size=8)
-    executor = InProcessExecutor(EngineConfig(model=model, cache=cache))
+    directory = checkpoint("gemma3-vision").directory
+    executor = InProcessExecutor(config_of(directory, model={"language_model_only": True}))
     assert executor.info.vision is None
     assert executor.weight_transfer().phase == "none", "a trainer may replace what is left"
     executor.shutdown()
@@ -328,12 +319,7 @@ def test_a_vision_encoder_need_not_be_loaded(checkpoint: SaveModel) -> None:
 
 def test_vision_weights_freed_and_reloaded_give_same_results(checkpoint: SaveModel) -> None:
     directory = checkpoint("smolvlm").directory
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype="float32", max_model_len=64),
-        cache=CacheConfig(num_kv_blocks=16, block_size=8),
-        scheduler=SchedulerConfig(max_num_seqs=2),
-    )
-    executor = InProcessExecutor(config)
+    executor = InProcessExecutor(config_of(directory))
     assert executor.info.vision == read_spec(directory).vision
     before = executor._loaded.vision
     assert before is not None

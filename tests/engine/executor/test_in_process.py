@@ -30,6 +30,7 @@ from engine.shared.config import (
 from engine.shared.group_config import group_config
 from engine.shared.messages import SamplingParams
 from engine.shared.model_files import ModelNotFound
+from tests.engine.configs import config_of
 from tests.engine.fixtures import SaveModel
 
 CONFIG = {
@@ -168,15 +169,8 @@ def test_a_model_is_the_same_after_a_sleep(executor: InProcessExecutor, level: i
 def test_every_kind_of_weights_is_the_same_after_a_sleep(
     name: str, quantization: Any, checkpoint: SaveModel
 ) -> None:
-    directory = str(checkpoint(name).directory)
-    model = ModelConfig(model=directory, device="cpu", dtype="float32", quantization=quantization)
-    cache = CacheConfig(block_size=8, num_kv_blocks=40)
-    scheduler = SchedulerConfig(max_num_seqs=4)
-    executor = InProcessExecutor(
-        EngineConfig(
-            model=model, cache=cache, scheduler=scheduler, executor=ExecutorConfig(threads=1)
-        )
-    )
+    kind = {"quantization": quantization}
+    executor = InProcessExecutor(config_of(checkpoint(name).directory, model=kind))
     try:
         before = executor.submit(plan([7, 8, 9])).result()
         for level in (1, 2):

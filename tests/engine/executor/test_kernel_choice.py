@@ -12,12 +12,9 @@ from engine.models.attention.paged import PagedAttention
 from engine.models.attention.patches import PatchAttention
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
 )
 from engine.shared.messages import SamplingParams
+from tests.engine.configs import config_of
 from tests.engine.fixtures import AsKind
 
 pytestmark = [
@@ -30,10 +27,11 @@ X86_KINDS = [each for each in Kind if each not in (Kind.BF16, Kind.OTHER)]
 def served(batch_invariant: bool | None = None) -> InProcessExecutor:
     """Return an executor that has computed a prompt, and sampled with and without a filter."""
     executor = InProcessExecutor(
-        EngineConfig(
-            model=ModelConfig(model=str(BUNDLED_MODEL), dtype="bfloat16", device="cpu"),
-            cache=CacheConfig(num_kv_blocks=64),
-            executor=ExecutorConfig(threads=1, batch_invariant=batch_invariant),
+        config_of(
+            BUNDLED_MODEL,
+            model={"dtype": "bfloat16"},
+            cache={"block_size": 16, "num_kv_blocks": 64},
+            executor={"batch_invariant": batch_invariant},
         )
     )
     for top_p in (1.0, 0.9):

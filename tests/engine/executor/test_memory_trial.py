@@ -20,17 +20,12 @@ from engine.executor.worker import Worker
 from engine.models.decoder import Decoder
 from engine.models.moe import run_experts
 from engine.models.parallel import experts
-from engine.models.parallel.experts import MirrorGroup
 from engine.runner.kv_memory import bytes_per_block
 from engine.runner.memory_profile import MemoryTrial, free_for_cache
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
+from tests.engine.configs import config_of
 from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
@@ -41,14 +36,11 @@ DEVICE_BYTES, PEAK_BYTES = 2**22, 2**18
 
 
 def settings(directory: Path, share: float = SHARES[0], **parallel: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu"),
-        cache=CacheConfig(
-            block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, gpu_memory_utilization=share
-        ),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKENS),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(**parallel),
+    return config_of(
+        directory,
+        cache={"gpu_memory_utilization": share},
+        scheduler={"max_num_batched_tokens": TOKENS},
+        parallel={"data_parallel_size": 2} | parallel,
     )
 
 
@@ -173,12 +165,3 @@ def test_expert_parallel_memory_trial_uses_step_filled_by_all_engines(
     with pytest.raises(GroupBroken):
         _ = loaded.expert_group.group
     executor.shutdown()
-
-
-def test_mirror_group_returns_data_of_identical_ranks() -> None:
-    mirror = MirrorGroup(3)
-    rows = torch.arange(4).view(2, 2)
-    assert mirror.all_gather_counts(5) == [5, 5, 5]
-    assert mirror.all_gather(rows, [2, 2, 2]).tolist() == [[0, 1], [2, 3]] * 3
-    assert mirror.all_to_all(rows, [1, 1, 0], [2, 0, 1]).tolist() == [[0, 1], [2, 3], [0, 1]]
-    assert mirror.all_to_all(rows[:0], [0, 0, 0], [1, 1, 0]).tolist() == [[0, 0], [0, 0]]

@@ -25,14 +25,10 @@ from engine.models.parallel.sharded_state import save_sharded_state
 from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
-from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
+from tests.engine.configs import config_of
+from tests.engine.driver import GREEDY, Driver
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.support.waiting import PATIENCE
 
@@ -47,16 +43,12 @@ def settings(
     load_format: Literal["auto", "sharded_state"] = "auto",
     **scheduler: Any,
 ) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype=dtype, load_format=load_format),
-        cache=CacheConfig(
-            block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS, kv_cache_dtype=kv_cache_dtype
-        ),
-        scheduler=SchedulerConfig(max_num_seqs=8, **scheduler),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(
-            tensor_parallel_size=size, pipeline_parallel_size=stages, data_parallel_size=1
-        ),
+    return config_of(
+        directory,
+        model={"dtype": dtype, "load_format": load_format},
+        cache={"kv_cache_dtype": kv_cache_dtype},
+        scheduler=scheduler,
+        parallel={"tensor_parallel_size": size, "pipeline_parallel_size": stages},
     )
 
 
@@ -315,15 +307,6 @@ def test_unshardable_models_are_refused(checkpoint: SaveModel, tmp_path: Path) -
     with pytest.raises((CheckpointError, WorkerFailed), match="lacks"):
         InProcessExecutor(config, team=team)
     assert not any(psutil.pid_exists(pid) for pid in team.pids)
-
-
-def test_shards_of_all_ranks_form_the_model(checkpoint: SaveModel) -> None:
-    spec = read_spec(checkpoint("qwen3-moe-some-dense").directory)
-    cuts = [TensorSharding(spec, rank, 4) for rank in range(4)]
-    assert [cut.spec.num_heads for cut in cuts] == [1, 1, 1, 1]
-    assert [cut.spec.num_kv_heads for cut in cuts] == [1, 1, 1, 1]
-    assert sum(cut.spec.intermediate_size for cut in cuts) == spec.intermediate_size
-    assert sum(cut.vocabulary.stop - cut.vocabulary.start for cut in cuts) == spec.vocab_size
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.batch.executor import CannotDo
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.layout import GridPosition, Layout
 from engine.executor.team import Team, WorkerFailed
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.hf_config import read_spec
@@ -29,15 +28,12 @@ from engine.process.early_stop import EarlyStop
 from engine.process.main import CannotStart, build_executor
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
 )
 from engine.shared.lifeline import Lifeline
 from engine.shared.messages import AddRequest
+from tests.engine.configs import config_of
 from tests.engine.driver import Driver
 from tests.engine.executor.many_kinds import Served, requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
@@ -57,17 +53,17 @@ def settings(
     num_blocks: int = NUM_BLOCKS,
     **scheduler: Any,
 ) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
-        cache=CacheConfig(block_size=8, num_kv_blocks=num_blocks),
-        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, **scheduler),
-        executor=ExecutorConfig(threads=1, batch_invariant=batch_invariant),
-        parallel=ParallelConfig(
-            data_parallel_size=1,
-            tensor_parallel_size=shards,
-            pipeline_parallel_size=stages,
-            pipeline_layer_partition=partition,
-        ),
+    return config_of(
+        directory,
+        model={"max_model_len": 160},
+        cache={"num_kv_blocks": num_blocks},
+        scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 40} | scheduler,
+        executor={"batch_invariant": batch_invariant},
+        parallel={
+            "tensor_parallel_size": shards,
+            "pipeline_parallel_size": stages,
+            "pipeline_layer_partition": partition,
+        },
     )
 
 
@@ -321,12 +317,3 @@ def test_experts_in_several_engines_and_stages_are_refused_together_at_the_start
     )
     with pytest.raises(CannotStart, match="--enable-expert-parallel needs --pipeline"):
         build_executor(config, 0, Lifeline(None), EarlyStop())
-
-
-def test_the_leader_is_the_first_shard_of_the_last_stage() -> None:
-    layout = Layout(stages=3, shards=2)
-    assert layout.position(0) == GridPosition(2, 0)
-    assert [layout.position(rank).stage for rank in layout.stage_workers] == [2]
-    assert [list(layout.ranks(stage)) for stage in range(3)] == [[2, 3], [4, 5], [0, 1]]
-    assert sorted(layout.index_on_node(rank) for rank in range(6)) == list(range(6))
-    assert [Layout(1, 4).index_on_node(rank) for rank in range(4)] == [0, 1, 2, 3]

@@ -18,15 +18,10 @@ from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_mtp
-from tests.engine.driver import BLOCK_SIZE
 from tests.engine.executor.many_kinds import requests, serve
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 from tests.engine.processes import Process, World
@@ -56,12 +51,12 @@ def engines(world: World, directory: Path, size: int, shards: int, **more: Any) 
 
 
 def settings(directory: Path, num_blocks: int, **parallel: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", max_model_len=160),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=num_blocks),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(data_parallel_size=1, **parallel),
+    return config_of(
+        directory,
+        model={"max_model_len": 160},
+        cache={"num_kv_blocks": num_blocks},
+        scheduler={"max_num_batched_tokens": 40},
+        parallel=parallel,
     )
 
 

@@ -41,13 +41,3 @@ def test_no_step_follows_a_failed_step_in_group(thread: StepThread, error: Excep
     thread.regroup()
     assert thread.submit(run, empty_plan(1)).result().token_ids == [1]
     assert ran == [0, 1, 1]
-
-
-def test_standalone_engine_can_continue_after_failed_step(thread: StepThread) -> None:
-    def fail(plan: BatchPlan) -> BatchResult:
-        raise ValueError(plan.step)
-
-    failed = thread.submit(fail, empty_plan(0))
-    with pytest.raises(ValueError, match="0"):
-        failed.result()
-    assert thread.submit(lambda plan: BatchResult([plan.step]), empty_plan(1)).result()

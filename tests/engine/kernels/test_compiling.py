@@ -1,7 +1,6 @@
 """Storage of compiled kernels, their threads, and when they are not used."""
 
 import logging
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from engine.kernels.cpu.rows import CompiledKernels, swiglu
 from engine.kernels.registry import fused_kernels
 from tests.support.openmp import environment_without_openmp
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROGRAM = """
 import sys
 if sys.argv[1] == "llvm":
@@ -65,19 +64,11 @@ def test_all_rows_are_computed_by_any_number_of_threads(shares: int) -> None:
     assert torch.equal(out, CompiledKernels().swiglu(x))
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_kernel_checks_number_of_arguments(count: int) -> None:
-    with pytest.raises(struct.error):
-        swiglu(1, *range(count))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_have_no_kernels(dtype: torch.dtype) -> None:
-    assert fused_kernels(dtype, CPU) is None
-
-
-def test_other_devices_have_no_kernels() -> None:
-    assert fused_kernels(torch.bfloat16, torch.device("cuda")) is None
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float32, CPU), (torch.float16, CPU), (torch.bfloat16, CUDA)]
+)
+def test_other_dtypes_and_devices_have_no_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    assert fused_kernels(dtype, device) is None
 
 
 def test_no_kernels_without_numba(

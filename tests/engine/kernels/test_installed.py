@@ -9,11 +9,9 @@ import pytest
 
 from engine.kernels.cpu import installed
 from engine.kernels.cpu.compiling import TARGET
-from engine.kernels.cpu.installed import COMMON_HEADS, environment_for
+from engine.kernels.cpu.installed import environment_for
 from engine.kernels.cpu.kernel_cache import installed_directory
 from engine.kernels.cpu.targets import X86_TARGETS, Target
-from engine.models.hf_config import read_spec
-from engine.shared.config import BUNDLED_MODEL
 
 PROGRAM = """
 import sys
@@ -88,9 +86,3 @@ def test_engines_compile_at_start_without_installed_kernels(
     monkeypatch.setattr(sys, "argv", ["installed"])
     installed.main()
     assert "only compiled ahead for x86" in capsys.readouterr().out
-
-
-def test_the_bundled_model_has_common_heads() -> None:
-    spec = read_spec(BUNDLED_MODEL)
-    group = spec.num_heads // spec.num_kv_heads
-    assert COMMON_HEADS[0] == (group, spec.head_dim, spec.num_kv_heads)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.avx512 import has_pairs
-from engine.kernels.cpu.patch_attention import fits
 from engine.models.attention.fused import FusedAttention
 from engine.models.attention.interface import Attention, Heads
 from engine.models.attention.paged import PagedAttention
-from engine.models.attention.patches import PatchAttention, shares_of
-from engine.models.attention.rows import AttentionRows, parts_of
+from engine.models.attention.patches import PatchAttention
+from engine.models.attention.rows import AttentionRows
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -127,7 +126,6 @@ def test_token_has_same_bits_in_any_step(
     shape: tuple[int, int, int], window: int | None, threads: int
 ) -> None:
     """In a prompt, in any of its chunks, among other rows and as a decode."""
-    before = torch.get_num_threads()
     attention, _ = attentions(shape)
     counts = [300, 1, 70, 33]
     rows = rows_of(counts, [0, 140, 120, 5])
@@ -135,18 +133,15 @@ def test_token_has_same_bits_in_any_step(
     torch.set_num_threads(1)
     together = attention.attend(queries, cache, attention.plan(rows, window))
     torch.set_num_threads(threads)
-    try:
-        assert torch.equal(attention.attend(queries, cache, attention.plan(rows, window)), together)
-        for row, count in enumerate(counts):
-            for first, some in {(0, count), (0, 1), (count // 3, 1), (count // 2, count // 2)}:
-                if not some:
-                    continue
-                plan = attention.plan(part_of(rows, row, first, some), window)
-                tokens = slice(at := int(rows.first_token[row]) + first, at + some)
-                alone = attention.attend(queries[tokens], cache, plan)
-                assert torch.equal(alone, together[tokens]), (row, first, some)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(attention.attend(queries, cache, attention.plan(rows, window)), together)
+    for row, count in enumerate(counts):
+        for first, some in {(0, count), (0, 1), (count // 3, 1), (count // 2, count // 2)}:
+            if not some:
+                continue
+            plan = attention.plan(part_of(rows, row, first, some), window)
+            tokens = slice(at := int(rows.first_token[row]) + first, at + some)
+            alone = attention.attend(queries[tokens], cache, plan)
+            assert torch.equal(alone, together[tokens]), (row, first, some)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -217,36 +212,3 @@ def test_kernel_computes_only_decodes_beside_stock_operators(
     assert difference(result, expected) < 0.1
     decodes = [count for count in counts if count == 1]
     assert planned == ([decodes] if decodes else [])
-
-
-def test_prompts_are_cut_into_patches() -> None:
-    rows = rows_of([1, 30, 13], [5, 0, 100])
-    assert parts_of(rows, np.arange(3), 13).tolist() == [
-        [0, 0, 5, 1],
-        [1, 1, 0, 13],
-        [1, 14, 13, 13],
-        [1, 27, 26, 4],
-        [2, 31, 100, 13],
-    ]
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 64])
-def test_work_is_shared_evenly(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        work = np.repeat([1000, 100, 100, 100, 700], 2)
-        shares = shares_of(work, 100)
-        assert shares[0] == 0
-        assert shares[-1] == len(work)
-        parts = np.add.reduceat(work, np.minimum(shares[:-1], len(work) - 1))
-        assert len(shares) == min(threads, len(work)) + 1
-        assert parts.max() <= work.sum() / min(threads, len(work)) + work.max()
-        assert len(shares_of(work, 10_000)) == 2, "little work is one share"
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_kernel_supports_heads_of_complete_chunks() -> None:
-    sizes = (8, 16, 20, 32, 40, 64, 80, 96, 128, 256)
-    assert [size for size in sizes if fits(size)] == [16, 32, 64, 80, 96, 128, 256]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executor.environment import num_cores
 from engine.executor.loading import max_head_threads, set_threads
 from engine.kernels import processor
 from engine.kernels.processor import Kind
@@ -80,24 +79,6 @@ def test_a_kind_of_another_architecture_is_refused(
     as_kind("bf16")
     with pytest.raises(ValueError, match="SWELL_PROCESSOR=bf16: must be one of amx, "):
         processor.kind()
-
-
-@pytest.mark.parametrize("name", list(Kind))
-def test_processor_kind_determines_faster_kernels(
-    monkeypatch: pytest.MonkeyPatch, as_kind: AsKind, name: Kind
-) -> None:
-    is_x86 = name not in (Kind.BF16, Kind.OTHER)
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64" if is_x86 else "aarch64")
-    as_kind(name)
-    assert processor.float32_is_faster() is (
-        name in (Kind.AVX512_BF16, Kind.AVX512, Kind.AMD_AVX2, Kind.AVX2, Kind.OTHER)
-    )
-    assert processor.has_16_bit_kernels() is (
-        name in (Kind.AMX, Kind.AMD_AVX512_BF16, Kind.AVX512_BF16, Kind.AVX512, Kind.BF16)
-    )
-    assert processor.is_invariance_cheap() is (name is Kind.AMD_AVX2)
-    assert processor.is_invariance_free() is (name is Kind.AMD_AVX512_BF16)
-    assert processor.kernels_are_faster(CUDA)
 
 
 def types(
@@ -189,59 +170,33 @@ def test_small_model_leaves_a_core_to_front_ends_except_for_its_head(
     expected: int,
     of_head: int,
 ) -> None:
-    before, spec = torch.get_num_threads(), read_spec(BUNDLED_MODEL)
+    spec = read_spec(BUNDLED_MODEL)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("engine.executor.loading.fits_caches", lambda _: is_small)
-    try:
-        set_threads(EngineConfig(), engines)
-        assert torch.get_num_threads() == expected
-        assert max_head_threads(spec, EngineConfig(), engines) == of_head
-        set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
-        assert torch.get_num_threads() == 2
-        own = ExecutorConfig(threads=2)
-        assert max_head_threads(spec, EngineConfig(executor=own), engines) == 1
-    finally:
-        torch.set_num_threads(before)
+    set_threads(EngineConfig(), engines)
+    assert torch.get_num_threads() == expected
+    assert max_head_threads(spec, EngineConfig(), engines) == of_head
+    set_threads(EngineConfig(executor=ExecutorConfig(threads=2)), engines)
+    assert torch.get_num_threads() == 2
+    own = ExecutorConfig(threads=2)
+    assert max_head_threads(spec, EngineConfig(executor=own), engines) == 1
 
 
 def test_a_bound_process_has_a_thread_for_each_of_its_cores_within_the_quota(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, spec = torch.get_num_threads(), read_spec(BUNDLED_MODEL)
+    spec = read_spec(BUNDLED_MODEL)
     own = EngineConfig(executor=ExecutorConfig(cpu_bind="0-7|8-15"))
     chosen = EngineConfig(executor=ExecutorConfig(cpu_bind="0-7|8-15", threads=2))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("engine.executor.loading.usable_cores", lambda: 4)
-    try:
-        for config, quota, threads in (
-            (own, None, 4),
-            (own, 3.5, 3),
-            (own, 0.5, 1),
-            (chosen, None, 2),
-        ):
-            monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda at=quota: at)
-            set_threads(config, engines_on_node=2)
-            assert torch.get_num_threads() == threads
-            assert max_head_threads(spec, config, engines_on_node=2) == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (16.0, 8), (3.5, 3), (0.5, 1)])
-def test_cores_are_counted_within_the_quota(
-    monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda: quota)
-    assert num_cores() == cores
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_a_further_token_is_cheapest_on_devices(
-    monkeypatch: pytest.MonkeyPatch, has_kernels: bool
-) -> None:
-    monkeypatch.setattr(processor, "has_16_bit_kernels", lambda: has_kernels)
-    price = processor.row_price(CPU, in_16_bits=False)
-    assert price == (0.03 if has_kernels else 0.1)
-    assert processor.row_price(CPU, in_16_bits=True) == (0.03 if has_kernels else 0.4)
-    assert 0 < processor.row_price(CUDA, in_16_bits=True) < price
+    for config, quota, threads in (
+        (own, None, 4),
+        (own, 3.5, 3),
+        (own, 0.5, 1),
+        (chosen, None, 2),
+    ):
+        monkeypatch.setattr("engine.executor.environment.cpu_quota", lambda at=quota: at)
+        set_threads(config, engines_on_node=2)
+        assert torch.get_num_threads() == threads
+        assert max_head_threads(spec, config, engines_on_node=2) == 1

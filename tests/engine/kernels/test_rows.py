@@ -113,17 +113,13 @@ def test_rotate_and_store_equals_reference(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_row_has_same_bits_in_any_batch_and_thread(threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        x, weight = torch.randn(130, 900).bfloat16(), torch.randn(900)
-        norm, gate = KERNELS.rms_norm(x, weight, EPS), KERNELS.swiglu(x)
-        for first, end in ((0, 1), (7, 20), (50, 130)):
-            some = x[first:end]
-            assert torch.equal(KERNELS.rms_norm(some, weight, EPS), norm[first:end])
-            assert torch.equal(KERNELS.swiglu(some), gate[first:end])
-    finally:
-        torch.set_num_threads(before)
+    x, weight = torch.randn(130, 900).bfloat16(), torch.randn(900)
+    norm, gate = KERNELS.rms_norm(x, weight, EPS), KERNELS.swiglu(x)
+    for first, end in ((0, 1), (7, 20), (50, 130)):
+        some = x[first:end]
+        assert torch.equal(KERNELS.rms_norm(some, weight, EPS), norm[first:end])
+        assert torch.equal(KERNELS.swiglu(some), gate[first:end])
 
 
 def test_non_contiguous_rows_are_supported() -> None:

@@ -1,18 +1,15 @@
 """Target processors of kernel compilation."""
 
-import itertools
 import os
 import subprocess
 import sys
 
 import pytest
-from llvmlite import binding
 from numba.core.registry import cpu_target
 
 from engine.kernels.cpu import targets
 from engine.kernels.cpu.compiling import TARGET, compiles_for
 from engine.kernels.cpu.targets import X86_TARGETS, Target, target_with
-from engine.kernels.processor import is_x86
 
 AVX512 = frozenset(targets._OF_LEVEL) | {"adx", "clflushopt"}
 ZEN_4 = AVX512 | {"avx512bf16", "gfni", "sse4a"}
@@ -36,18 +33,6 @@ def test_machine_gets_first_target_with_supported_features(
     found = dict.fromkeys(SAPPHIRE_RAPIDS | ZEN_4, False) | dict.fromkeys(features, True)
     target = target_with(found)
     assert (target and target.name) == expected
-
-
-def test_each_target_includes_features_of_later_ones() -> None:
-    for one, behind in itertools.pairwise(X86_TARGETS):
-        assert one.features > behind.features
-
-
-@pytest.mark.skipif(not is_x86(), reason="has no features of x86")
-def test_llvm_knows_all_features() -> None:
-    assert binding.get_host_cpu_features().keys() >= X86_TARGETS[0].features | set(
-        targets._OF_LEVEL
-    )
 
 
 def test_numba_compiles_for_the_target_of_this_machine() -> None:

@@ -3,17 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from engine.kv_tiers.opening import BadTiers, check_tiers
-from engine.shared.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
 from tests.engine.fixtures import MakePrompt, SaveModel
 from tests.engine.serving import Answer, request, serve
 from tests.support.waiting import PATIENCE
@@ -102,21 +93,3 @@ def test_other_model_does_not_read_blocks(
     answers(checkpoint("llama").directory, prompts, tiers)
     _, counters = answers(checkpoint("mistral-window").directory, prompts, tiers)
     assert counters.kv_tier_hits == 0
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"parallel": ParallelConfig(enable_expert_parallel=True)}, "--enable-expert-parallel"),
-        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
-        ({"scheduler": SchedulerConfig(speculative_model="x")}, "--speculative-model"),
-        ({"executor": ExecutorConfig(executor="simulated")}, "--executor simulated"),
-    ],
-)
-def test_settings_incompatible_with_tiers_are_refused_by_name(
-    changed: dict[str, Any], reason: str
-) -> None:
-    config = EngineConfig(cache=CacheConfig(kv_disk_tier_dir="/x"))
-    check_tiers(config, pools=False)
-    with pytest.raises(BadTiers, match=f"--kv-disk-tier-dir: .*{reason}"):
-        check_tiers(msgspec.structs.replace(config, **changed), pools=False)

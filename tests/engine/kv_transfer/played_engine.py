@@ -14,14 +14,8 @@ from engine.executor.team import Team
 from engine.kv_tiers.opening import check_tiers, open_tiers
 from engine.kv_transfer.port import open_port
 from engine.shared.config import (
-    CacheConfig,
     ClusterConfig,
-    EngineConfig,
-    ExecutorConfig,
     LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import (
     AdapterEntry,
@@ -32,6 +26,7 @@ from engine.shared.messages import (
     RequestOutput,
 )
 from engine.shared.transport import make_context
+from tests.engine.configs import config_of
 from tests.support.waiting import PATIENCE
 
 
@@ -58,21 +53,21 @@ class PlayedEngine:
         lora: LoraConfig | None = None,
         **scheduling: Any,
     ) -> None:
-        self.config = EngineConfig(
-            model=ModelConfig(model=str(model), dtype="float32", max_model_len=256, device="cpu"),
-            cache=CacheConfig(
-                num_kv_blocks=num_blocks,
-                block_size=8,
-                kv_cache_dtype=kv_cache_dtype,
-                kv_role=None if sockets is None else role,
+        config = config_of(
+            model,
+            model={"max_model_len": 256},
+            cache={
+                "num_kv_blocks": num_blocks,
+                "kv_cache_dtype": kv_cache_dtype,
+                "kv_role": None if sockets is None else role,
                 **(tiers or {}),
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=8,
-                **{"max_num_batched_tokens": 48, "speculative_row_price": 0.0} | scheduling,
-            ),
-            executor=ExecutorConfig(threads=1, batch_invariant=shards == 1),
-            parallel=ParallelConfig(data_parallel_size=1, tensor_parallel_size=shards),
+            },
+            scheduler={"max_num_batched_tokens": 48, "speculative_row_price": 0.0} | scheduling,
+            executor={"batch_invariant": shards == 1},
+            parallel={"tensor_parallel_size": shards},
+        )
+        self.config = msgspec.structs.replace(
+            config,
             lora=lora or LoraConfig(),
             cluster=cluster or ClusterConfig(coordinator=f"ipc://{sockets}/coordinator"),
         )

@@ -19,32 +19,6 @@ def pull_of(count: int, *, now: float = 0.0) -> Pull:
     return Pull(NAMES[:count], window=WINDOW, patience=PATIENCE, deadline=now + DEADLINE)
 
 
-def test_blocks_are_requested_ahead_and_in_order() -> None:
-    pull = pull_of(10)
-    assert pull.next_names(0.0) == NAMES[:4]
-    assert not pull.next_names(0.0)
-    for name in NAMES[:2]:
-        assert pull.received(name, is_good=True, now=1.0)
-    assert pull.next_names(1.0) == NAMES[4:6]
-    for name in NAMES[2:10]:
-        pull.next_names(1.0)
-        assert pull.received(name, is_good=True, now=1.0)
-    assert pull.is_complete
-    assert pull.is_over
-    assert not pull.is_given_up
-
-
-def test_silent_peer_is_given_up_only_after_a_request() -> None:
-    pull, waiting = pull_of(10), pull_of(10)
-    pull.next_names(5.0)
-    for each in (pull, waiting):
-        each.tick(5.0 + PATIENCE)
-    assert pull.is_given_up
-    assert not waiting.is_over
-    waiting.tick(DEADLINE)
-    assert waiting.is_given_up
-
-
 def test_offer_ends_after_its_number_of_readers() -> None:
     offers = Offers(MAX_BYTES, SECONDS)
     assert not offers.renew(b"a", 0.0)

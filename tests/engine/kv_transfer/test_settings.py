@@ -75,14 +75,21 @@ def test_role_specified_twice_is_refused() -> None:
         ({"executor": ExecutorConfig(executor="simulated")}, "--executor simulated"),
     ],
 )
-def test_settings_incompatible_with_kv_transfer_are_refused_by_name(
-    changed: dict[str, Any], reason: str
+@pytest.mark.parametrize(
+    ("flag", "cache"),
+    [
+        ("--kv-role", CacheConfig(kv_role="prefill")),
+        ("--kv-disk-tier-dir", CacheConfig(kv_disk_tier_dir="/x")),
+    ],
+)
+def test_settings_incompatible_with_transferred_or_stored_blocks_are_refused_by_name(
+    flag: str, cache: CacheConfig, changed: dict[str, Any], reason: str
 ) -> None:
-    config = EngineConfig(cache=CacheConfig(kv_role="prefill"))
+    config = EngineConfig(cache=cache)
     check_tiers(config, pools=False)
-    with pytest.raises(BadTiers, match=f"--kv-role: .*{reason}"):
+    with pytest.raises(BadTiers, match=f"{flag}: .*{reason}"):
         check_tiers(msgspec.structs.replace(config, **changed), pools=False)
-    with pytest.raises(BadTiers, match=r"--kv-role: .*generates"):
+    with pytest.raises(BadTiers, match=f"{flag}: .*generates"):
         check_tiers(config, pools=True)
 
 

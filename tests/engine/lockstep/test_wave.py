@@ -6,7 +6,6 @@ import pytest
 
 from engine.lockstep.wave import (
     START_REPEAT_INTERVAL,
-    WIDTH,
     EngineWave,
     Gather,
     GatherRow,
@@ -68,14 +67,6 @@ def running(rank: int = 0, gather_interval: int = 1) -> EngineWave:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def test_a_row_travels_as_integers() -> None:
-    sent = row(topology=3, tag=9, wave=2**40, has_work=1)._replace(load=BUSY)
-    values = sent.pack()
-    assert len(values) == WIDTH
-    assert all(isinstance(value, int) for value in values)
-    assert GatherRow.unpack(values) == sent
-
-
 @pytest.mark.parametrize("name", ["topology", "tag", "step"])
 def test_ranks_in_different_states_are_an_error_naming_both(name: str) -> None:
     wave = EngineWave(rank=0, incarnation=1)
@@ -107,19 +98,6 @@ def test_a_new_group_gathers_first_and_takes_the_largest_wave() -> None:
     gather(wave, wave=11)
     assert (wave.phase, wave.wave) == (Phase.PAUSED, 12)
     assert wave.take_reports() == [WaveComplete(0, 7, 11)]
-
-
-def test_a_new_group_with_requests_runs_at_once() -> None:
-    wave = EngineWave(rank=1, incarnation=7)
-    gather(wave, has_work=True)
-    assert wave.next_action(True, IDLE) == Step(0, (IDLE, IDLE))
-    assert wave.take_reports() == [StartWave(1, 7, 0)]
-
-
-def test_paused_engine_parks_without_reports() -> None:
-    wave = paused()
-    assert wave.next_action(False, IDLE) == Park()
-    assert wave.take_reports() == []
 
 
 def test_welcome_of_restarted_coordinator_advances_wave_without_starting() -> None:
@@ -186,19 +164,6 @@ def test_steps_between_gathers_carry_no_loads() -> None:
     assert asked(wave).step == 3
 
 
-def test_every_collective_has_its_own_tag() -> None:
-    wave = running()
-    tags = []
-    for _ in range(3):
-        tags.append(asked(wave, has_work=True).tag)
-        gather(wave, has_work=True)
-        action = wave.next_action(True, IDLE)
-        assert isinstance(action, Step)
-        tags.append(wave._tag)
-        take_step(wave)
-    assert tags == [1, 2, 3, 4, 5, 6]
-
-
 # -- stopping ------------------------------------------------------------------------------------
 
 
@@ -207,9 +172,6 @@ def test_larger_wave_is_adopted_and_reported_while_running() -> None:
     gather(wave, has_work=True, wave=40)
     assert wave.wave == 40
     assert wave.take_reports() == [StartWave(1, 7, 40)]
-
-
-# -- holding -------------------------------------------------------------------------------------
 
 
 # -- groups that are lost --------------------------------------------------------------------------

@@ -5,20 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team
 from engine.shared.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
     LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
-from tests.engine.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver
+from tests.engine.configs import config_of
+from tests.engine.driver import GREEDY, Driver
 
 LORA = LoraConfig(enable_lora=True, max_loras=2, max_lora_rank=8, lora_dir="/")
 REPORTING = replace(GREEDY, prompt_logprobs=20)
@@ -29,15 +24,12 @@ class Processes:
     """An engine, optionally sharded over several processes."""
 
     def __init__(self, model: Path, head: Path | None = None, **parallel: Any) -> None:
-        config = EngineConfig(
-            model=ModelConfig(model=str(model), device="cpu", dtype="float32", max_model_len=256),
-            cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
-            scheduler=SchedulerConfig(
-                max_num_seqs=8, speculative_model=None if head is None else str(head)
-            ),
-            executor=ExecutorConfig(threads=1),
-            parallel=ParallelConfig(data_parallel_size=1, **parallel),
-            lora=LORA,
+        config = config_of(
+            model,
+            model={"max_model_len": 256},
+            scheduler={"speculative_model": None if head is None else str(head)},
+            parallel=parallel,
+            lora=asdict(LORA),
         )
         self.executor: InProcessExecutor
         if config.parallel.processes > 1:

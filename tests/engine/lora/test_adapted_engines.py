@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
@@ -15,17 +15,12 @@ from engine.executor.team import Team
 from engine.lora.adapter_config import BadAdapter
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
     LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AdapterEntry, AdapterTable, AddRequest, RegexGrammar
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3
-from tests.engine.driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+from tests.engine.driver import Driver
 from tests.engine.executor.test_images import show, text
 from tests.engine.kv_transfer.played_engine import PlayedEngine
 from tests.engine.lora.adapters import TEXT_OF_SEEING_MODELS
@@ -104,20 +99,16 @@ def test_engines_that_share_experts_support_attention_adapters(
     checkpoint: Any, trained: Any, prompt: Any, shards: int
 ) -> None:
     adapter = trained("mixtral", 7, target_modules=["q_proj", "v_proj", "o_proj", "gate"], r=3)
-    config = EngineConfig(
-        model=ModelConfig(model=str(checkpoint("mixtral").directory), device="cpu"),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS),
-        scheduler=SchedulerConfig(max_num_seqs=8),
-        executor=ExecutorConfig(threads=1),
-        parallel=ParallelConfig(
-            enable_expert_parallel=True,
-            data_parallel_size=1,
-            tensor_parallel_size=shards,
-            enable_eplb=shards > 1,
-            num_redundant_experts=2 if shards > 1 else 0,
-            eplb_step_interval=3,
-        ),
-        lora=LORA,
+    config = config_of(
+        checkpoint("mixtral").directory,
+        parallel={
+            "enable_expert_parallel": True,
+            "tensor_parallel_size": shards,
+            "enable_eplb": shards > 1,
+            "num_redundant_experts": 2 if shards > 1 else 0,
+            "eplb_step_interval": 3,
+        },
+        lora=asdict(LORA),
     )
     executor: InProcessExecutor
     if shards == 1:
@@ -148,17 +139,15 @@ class Served:
     """An engine with the adapters of a directory."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.config = EngineConfig(
-            model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", max_model_len=256),
-            cache=CacheConfig(num_kv_blocks=settings.pop("num_blocks", 200), block_size=8),
-            executor=ExecutorConfig(
-                threads=1, batch_invariant=settings.pop("batch_invariant", False)
-            ),
-            lora=replace(LORA, lora_dir=str(root), max_loras=settings.pop("max_loras", 2)),
-            parallel=ParallelConfig(
-                data_parallel_size=1, pipeline_parallel_size=settings.pop("stages", 1)
-            ),
-            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=48, **settings),
+        adapters = {"lora_dir": str(root), "max_loras": settings.pop("max_loras", 2)}
+        self.config = config_of(
+            BUNDLED_MODEL,
+            model={"max_model_len": 256},
+            cache={"num_kv_blocks": settings.pop("num_blocks", 200)},
+            executor={"batch_invariant": settings.pop("batch_invariant", False)},
+            lora=asdict(LORA) | adapters,
+            parallel={"pipeline_parallel_size": settings.pop("stages", 1)},
+            scheduler={"max_num_batched_tokens": 48} | settings,
         )
         self.executor: InProcessExecutor
         if self.config.parallel.processes > 1:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.models.cache_groups import MAX_GROUPS, CacheGroups, divide, one_group
+from engine.models.cache_groups import MAX_GROUPS, divide, one_group
 
 
 def gemma3(layers: int, window: int) -> list[int | None]:
@@ -48,14 +48,6 @@ def test_each_layer_has_its_own_index_in_a_group_of_its_kind(
     assert [found.windows[group] for group in groups] == windows
     assert len(set(zip(groups, found.tensor_indices(len(windows)), strict=True))) == len(windows)
     assert sorted(set(groups)) == list(range(len(found.windows)))
-
-
-def test_stages_keep_groups_of_the_full_model() -> None:
-    found = divide(gemma3(12, 512), 4096)
-    assert found.windows == (512,) * 5 + (None,)
-    first = CacheGroups(found.windows, found.of_layers[:6])
-    assert [first.windows[first.group_of(layer)] for layer in range(6)] == gemma3(6, 512)
-    assert first.tensor_indices(6) == [0] * 6
 
 
 def test_layers_in_one_group_slide_only_with_equal_windows() -> None:

@@ -49,16 +49,6 @@ def tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
     }
 
 
-def test_complete_checkpoint_opens(
-    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
-) -> None:
-    save_file(tensors, directory / "model.safetensors")
-    checkpoint = SafetensorsCheckpoint(directory, spec)
-    assert checkpoint.dtype == torch.float32
-    name = "model.layers.1.self_attn.k_norm.weight"
-    assert torch.equal(checkpoint.tensor(name), tensors[name])
-
-
 def test_all_mismatched_tensors_are_named(
     directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -126,22 +116,6 @@ def test_integer_weights_are_refused(
         _ = SafetensorsCheckpoint(directory, spec).dtype
 
 
-def test_fingerprints_distinguish_weights(
-    directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
-) -> None:
-    def fingerprint() -> str:
-        save_file(tensors, directory / "model.safetensors")
-        return SafetensorsCheckpoint(directory, spec).fingerprint()
-
-    first = fingerprint()
-    assert fingerprint() == first
-    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
-    second = fingerprint()
-    assert second != first
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1.0}))
-    assert fingerprint() != second
-
-
 def test_fingerprint_covers_every_tensor_and_large_ones_by_samples(
     directory: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -155,6 +129,9 @@ def test_fingerprint_covers_every_tensor_and_large_ones_by_samples(
             tensor.view(-1)[value] += 1
             seen.add(fingerprint())
     assert len(seen) == 1 + 3 * len(tensors)
+    assert fingerprint() in seen
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1.0}))
+    assert fingerprint() not in seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -15,13 +15,7 @@ from engine.models.formats.files import CheckpointError
 from engine.models.heads.eagle3 import Eagle3Spec
 from engine.models.hf_config import parse_spec
 from engine.models.spec import ModelSpec, UnsupportedModel
-from engine.shared.config import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.fixtures import SaveModel
 from tests.engine.tiny_models import Checkpoint
@@ -40,12 +34,8 @@ def start(target: Checkpoint, tmp_path: Path) -> Callable[..., None]:
     save_eagle3(target, tmp_path, layer_ids=[1, 2, 3], draft_tokens=[4, 9, 200])
 
     def begin(**model: Any) -> None:
-        config = EngineConfig(
-            model=ModelConfig(**{"model": str(target.directory), "device": "cpu", **model}),
-            cache=CacheConfig(num_kv_blocks=64),
-            scheduler=SchedulerConfig(max_num_seqs=2, speculative_model=str(tmp_path)),
-            executor=ExecutorConfig(threads=1),
-        )
+        drafting = {"speculative_model": str(tmp_path)}
+        config = config_of(target.directory, model=model, scheduler=drafting)
         InProcessExecutor(config).shutdown()
 
     return begin

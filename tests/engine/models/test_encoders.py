@@ -23,11 +23,6 @@ from tests.engine.pooling import (
 PROMPTS = prompts(24)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @torch.inference_mode()
 def _states(reference: Any, token_ids: list[int]) -> torch.Tensor:
     states: torch.Tensor = reference(torch.tensor([token_ids])).last_hidden_state[0]

@@ -1,7 +1,6 @@
 """Families read published configs in older and newer forms, and reject unsupported ones."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from engine.models.hf_config import parse_spec, read_spec
 from engine.models.loading.decoder import AdapterCapacity
 from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import ModelSpec, RopeSpec, TemperatureSpec, UnsupportedModel
-from engine.models.weights import Source, rotated_order
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 BASE: dict[str, Any] = {
@@ -235,33 +233,6 @@ def test_norms_over_all_heads_are_not_sharded() -> None:
         TensorSharding(spec("Olmo2ForCausalLM"), 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("rope", "order"),
-    [
-        (RopeSpec(theta=1.0), None),
-        (RopeSpec(theta=1.0, interleaved=True), (0, 2, 4, 6, 1, 3, 5, 7)),
-        (RopeSpec(theta=1.0, share=0.5), (0, 1, 4, 5, 2, 3, 6, 7)),
-        (RopeSpec(theta=1.0, share=0.5, interleaved=True), (0, 2, 4, 5, 1, 3, 6, 7)),
-    ],
-)
-def test_rotated_pairs_are_reordered_half_a_head_apart(
-    rope: RopeSpec, order: tuple[int, ...] | None
-) -> None:
-    assert rotated_order(rope, 8) == order
-
-
-def test_heads_are_reordered_in_weights_biases_and_norms() -> None:
-    order = (1, 0)
-    weight = torch.arange(12).view(4, 3)
-    source = Source(name="q_proj.weight", shape=(4, 3), head_order=order)
-    assert torch.equal(source.read(weight), weight[[1, 0, 3, 2]])
-    norm = Source(name="q_norm.weight", shape=(3, 2), head_order=order)
-    assert torch.equal(
-        norm.read(torch.arange(6).view(3, 2)), torch.tensor([[1, 0], [3, 2], [5, 4]])
-    )
-    assert torch.equal(norm.read(torch.arange(4)), torch.tensor([1, 0, 3, 2]))
-
-
 def test_a_fused_tensor_of_another_shape_is_named(checkpoint: SaveModel, tmp_path: Path) -> None:
     model = checkpoint("phi3")
     tensors = load_file(model.directory / "model.safetensors")
@@ -314,30 +285,6 @@ YARN = {
     "mscale_all_dim": 0.5,
     "original_max_position_embeddings": 128,
 }
-
-
-def test_deepseek_keeps_a_latent_and_chooses_within_groups() -> None:
-    groups = {"n_group": 4, "topk_group": 2}
-    new = spec("DeepseekV3ForCausalLM", **DEEPSEEK, **groups, rope_scaling=YARN)
-    assert new.kv_shape == (1, 1, 40)
-    assert new.latent is not None
-    assert new.latent.query_rank == 24
-    assert new.attention_scale == pytest.approx(24**-0.5 * (0.05 * math.log(40) + 1) ** 2)
-    assert new.moe is not None
-    assert new.moe.layers == (False,) * 3 + (True,) * 3
-    assert (new.moe.scoring, new.moe.best_of_group, new.moe.weights_scale) == ("sigmoid", 2, 2.5)
-
-    old = {**DEEPSEEK, **groups, "q_lora_rank": None, "first_k_dense_replace": 1}
-    greedy = spec("DeepseekV2ForCausalLM", **old, topk_method="greedy")
-    limited = spec("DeepseekV2ForCausalLM", **old, topk_method="group_limited_greedy")
-    assert limited.latent is not None
-    assert limited.latent.query_rank is None
-    assert limited.attention_scale == 24**-0.5
-    assert greedy.moe is not None
-    assert limited.moe is not None
-    assert (greedy.moe.num_groups, limited.moe.num_groups) == (1, 4)
-    assert (limited.moe.scoring, limited.moe.best_of_group) == ("softmax", 1)
-    assert limited.moe.layers == (False,) + (True,) * 5
 
 
 @pytest.mark.parametrize(

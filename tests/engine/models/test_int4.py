@@ -71,11 +71,6 @@ def test_expanded_weights_equal_packed_ones(compute_type: torch.dtype) -> None:
     assert torch.allclose(product(identity), expected, atol=1e-6, rtol=2**-7)
 
 
-def test_partial_output_blocks_are_not_expanded() -> None:
-    assert packed_block(16) is None
-    assert packed_block(64 + 16) is None
-
-
 @pytest.mark.parametrize("inputs", [32, 64, 96, 384])
 def test_rounding_is_off_by_half_a_step_at_most_and_keeps_zeros(inputs: int) -> None:
     weight = torch.randn(20, inputs) * torch.logspace(-3, 3, 20).unsqueeze(1)

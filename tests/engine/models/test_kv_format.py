@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.attention.kv_format import Fp8Kv, KvShape, PlainKv, kv_format
+from engine.models.attention.kv_format import Fp8Kv, KvShape
 
 KEPT = (2, 3, 16)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -87,9 +87,3 @@ def test_nan_is_preserved() -> None:
     found = kept_as(values, torch.bfloat16)
     assert found[0, 1, 2].isnan().all()
     assert found.isnan().sum() == KEPT[2]
-
-
-def test_setting_selects_kv_format() -> None:
-    assert isinstance(kv_format(torch.bfloat16, "auto"), PlainKv)
-    assert isinstance(kv_format(torch.bfloat16, "fp8"), Fp8Kv)
-    assert isinstance(kv_format(torch.bfloat16, "fp8_e4m3"), Fp8Kv)

@@ -8,14 +8,9 @@ import torch
 from engine.models.module import Rows
 from engine.models.products.dense import DenseLinear, prepare_linear
 from engine.models.products.int8 import prepare_int8
-from engine.models.products.row_padding import pad_rows, padded_rows
+from engine.models.products.row_padding import padded_rows
 
 SMALL, LARGE = 192 * 320, 896 * 9728
-
-
-def test_small_products_use_few_row_counts() -> None:
-    sizes = {padded_rows(rows, SMALL) for rows in range(17, 513)}
-    assert sizes == set(range(32, 513, 32))
 
 
 @pytest.mark.parametrize("num_weights", [1, SMALL, 500_000, LARGE])
@@ -24,13 +19,6 @@ def test_padding_is_cheap_and_never_removes_rows(num_weights: int) -> None:
         added = padded_rows(rows, num_weights) - rows
         assert 0 <= added < 32
         assert added * num_weights <= 1 << 21
-
-
-def test_decodes_of_few_rows_and_large_products_stay_as_they_are() -> None:
-    assert all(padded_rows(rows, SMALL) == rows for rows in range(17))
-    assert all(padded_rows(rows, LARGE) == rows for rows in range(1024))
-    x = torch.randn(16, 8)
-    assert pad_rows(x, SMALL) is x
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 32, 45, 100])

@@ -21,17 +21,6 @@ def greeted(links: FrontEndLinks, now: float) -> dict[int, RouteHello]:
     return dict(each for each in links.tick(RANK, now) if isinstance(each, SendHello))
 
 
-def test_engine_greets_front_ends_before_it_serves_without_waiting_for_them() -> None:
-    links = lines_to(0, 1)
-    assert greeted(links, 0.0) == {
-        0: RouteHello(RANK, INCARNATION, 1),
-        1: RouteHello(RANK, INCARNATION, 2),
-    }
-    assert not greeted(links, INTERVAL / 2)
-    assert links.wait == INTERVAL
-    assert links.take_unconfirmed(GRACE * 2) is None
-
-
 def test_hellos_are_repeated_until_each_front_end_has_answered() -> None:
     links = lines_to(0, 1)
     links.serve(10.0)
@@ -47,20 +36,6 @@ def test_hellos_are_repeated_until_each_front_end_has_answered() -> None:
     assert not any(hello.wants_reply for hello in greeted(links, 12.0).values())
 
 
-def test_engine_without_front_ends_does_not_wait() -> None:
-    links = lines_to()
-    links.serve(10.0)
-    assert links.take_unconfirmed(10.0) == []
-
-
-def test_silent_front_ends_are_named_after_grace_period() -> None:
-    links = lines_to(0, 3)
-    links.serve(10.0)
-    links.answered(RouteTaken(session=1))
-    assert links.take_unconfirmed(10.0 + GRACE - 0.01) is None
-    assert links.take_unconfirmed(10.0 + GRACE) == [3]
-
-
 def test_engine_waits_for_successor_of_departed_front_end() -> None:
     links = lines_to(0, 1)
     links.serve(10.0)
@@ -74,14 +49,3 @@ def test_engine_waits_for_successor_of_departed_front_end() -> None:
     assert links.take_unconfirmed(20.02) is None, "the answer was that of its predecessor"
     links.answered(RouteTaken(session=3))
     assert links.take_unconfirmed(20.03) == []
-
-
-def test_draining_is_announced_immediately_and_in_later_hellos() -> None:
-    links = lines_to(0)
-    greeted(links, 0.0)
-    links.drain(0.1)
-    drains = RouteHello(RANK, INCARNATION, 1, drains=True)
-    assert greeted(links, 0.1) == {0: drains}
-    assert greeted(links, 0.1 + INTERVAL) == {0: drains}
-    links.update(RANK, 1, entries(0, 1), 1.5)
-    assert greeted(links, 0.1 + 2 * INTERVAL)[1].drains, "whoever comes later hears it too"

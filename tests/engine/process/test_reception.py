@@ -84,16 +84,6 @@ def joined() -> Reception:
     return reception
 
 
-def test_engine_repeats_hello_until_welcomed() -> None:
-    reception = new_reception()
-    (first,) = reception.handle(Tick(), 10.0)
-    assert isinstance(first, Register)
-    assert isinstance(first.message, Hello)
-    assert reception.deadline == 10.0 + HELLO_INTERVAL
-    assert reception.handle(Tick(), 10.1) == []
-    assert len(reception.handle(Tick(), 10.0 + HELLO_INTERVAL)) == 1
-
-
 def test_welcomed_engine_subscribes_and_connects_before_hellos() -> None:
     reception = new_reception()
     actions = reception.handle(welcome(entry(0)), 0.0)

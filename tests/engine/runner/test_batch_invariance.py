@@ -165,20 +165,16 @@ def test_sizes_that_agree_are_all_used() -> None:
 def test_product_row_has_same_bits_in_batch_of_any_size(
     outputs: int, inputs: int, threads: int
 ) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        generator = torch.Generator().manual_seed(0)
-        product = prepare_linear(torch.randn(outputs, inputs, generator=generator))
-        blocks = RowBlocks(product, probe_rows(inputs, torch.float32))
-        x = torch.randn(300, inputs, generator=generator)
-        whole = blocks(x)
-        for rows in (*range(1, 66), 100, 257):
-            first = 13 * rows % (300 - rows)
-            part = blocks(x[first : first + rows].clone())
-            assert torch.equal(part, whole[first : first + rows]), rows
-    finally:
-        torch.set_num_threads(before)
+    generator = torch.Generator().manual_seed(0)
+    product = prepare_linear(torch.randn(outputs, inputs, generator=generator))
+    blocks = RowBlocks(product, probe_rows(inputs, torch.float32))
+    x = torch.randn(300, inputs, generator=generator)
+    whole = blocks(x)
+    for rows in (*range(1, 66), 100, 257):
+        first = 13 * rows % (300 - rows)
+        part = blocks(x[first : first + rows].clone())
+        assert torch.equal(part, whole[first : first + rows]), rows
 
 
 def test_functions_with_one_kernel_are_tried_once() -> None:

@@ -16,11 +16,7 @@ from engine.models.attention.kv_format import PlainKv
 from engine.runner.kv_memory import bytes_per_block
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import (
     AbortRequests,
@@ -29,6 +25,7 @@ from engine.shared.messages import (
     RegexGrammar,
     SamplingParams,
 )
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import (
     Eagle3Reference,
     Proposals,
@@ -186,23 +183,21 @@ def test_moved_request_continues_with_same_tokens(
     assert proposals.made[0].after[: len(prompt)] == prompt
 
 
-def settings(model: Path, head: Reference, cache: CacheConfig, **scheduling: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(model), dtype="float32", device="cpu", max_model_len=256),
+def settings(
+    model: Path, head: Reference, cache: dict[str, Any], **scheduling: Any
+) -> EngineConfig:
+    drafting = {"speculative_model": str(head.directory), "speculative_row_price": 0}
+    return config_of(
+        model,
+        model={"max_model_len": 256},
         cache=cache,
-        scheduler=SchedulerConfig(
-            max_num_seqs=4,
-            speculative_model=str(head.directory),
-            speculative_row_price=0,
-            **scheduling,
-        ),
-        executor=ExecutorConfig(threads=1),
+        scheduler={"max_num_seqs": 4, **drafting, **scheduling},
     )
 
 
 @pytest.fixture
 def core(target: Checkpoint, head: Eagle3Reference) -> Iterator[EngineCore]:
-    config = settings(target.directory, head, CacheConfig(num_kv_blocks=100, block_size=8))
+    config = settings(target.directory, head, {"num_kv_blocks": 100})
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
@@ -243,12 +238,7 @@ def test_outputs_follow_their_grammars(tmp_path: Path) -> None:
     texts = []
     both: tuple[dict[str, Any], ...] = ({}, {"speculative_model": str(tmp_path)})
     for scheduling in both:
-        config = EngineConfig(
-            model=ModelConfig(dtype="float32", device="cpu", max_model_len=128),
-            cache=CacheConfig(num_kv_blocks=64),
-            scheduler=SchedulerConfig(max_num_seqs=4, **scheduling),
-            executor=ExecutorConfig(threads=1),
-        )
+        config = config_of(BUNDLED_MODEL, model={"max_model_len": 128}, scheduler=scheduling)
         executor = InProcessExecutor(config)
         core = EngineCore(config, executor, rank=0, incarnation=1)
         core.front_end_joined(0, 1)
@@ -273,7 +263,11 @@ def test_outputs_follow_their_grammars(tmp_path: Path) -> None:
 def test_cache_memory_includes_head_blocks_and_states(
     target: Checkpoint, head: Eagle3Reference
 ) -> None:
-    config = settings(target.directory, head, CacheConfig(kv_cache_memory_bytes=16 << 20))
+    config = settings(
+        target.directory,
+        head,
+        {"num_kv_blocks": None, "block_size": 16, "kv_cache_memory_bytes": 16 << 20},
+    )
     executor = InProcessExecutor(config)
     model, runner = executor._loaded.model, executor._runner
     assert model is not None

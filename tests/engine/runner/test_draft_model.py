@@ -12,13 +12,10 @@ from engine.models.hf_config import read_spec
 from engine.runner.kv_memory import bytes_per_block
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AddRequest, EngineStats
+from tests.engine.configs import config_of
 from tests.engine.fixtures import SaveModel
 from tests.engine.serving import (
     SOME_TEXT,
@@ -104,14 +101,8 @@ def test_windows_free_blocks_that_other_groups_keep(
     served: str, windows: tuple[int | None, ...], checkpoint: SaveModel
 ) -> None:
     drafting = str(checkpoint("llama").directory)
-    config = EngineConfig(
-        model=ModelConfig(
-            model=str(checkpoint(served).directory), dtype="float32", max_model_len=256
-        ),
-        cache=CacheConfig(num_kv_blocks=100),
-        scheduler=SchedulerConfig(speculative_model=drafting),
-        executor=ExecutorConfig(threads=1),
-    )
+    drafts = {"speculative_model": drafting}
+    config = config_of(checkpoint(served).directory, model={"max_model_len": 256}, scheduler=drafts)
     executor = InProcessExecutor(config)
     assert executor.info.cache_windows == windows
     executor.shutdown()
@@ -145,18 +136,17 @@ def test_draft_model_finds_cached_prefixes() -> None:
     assert alone[0].tokens == answers[17].tokens
 
 
-def settings(cache: CacheConfig, max_drafting: int | None = None) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", device="cpu"),
+def settings(cache: dict[str, Any], max_drafting: int | None = None) -> EngineConfig:
+    return config_of(
+        BUNDLED_MODEL,
         cache=cache,
-        scheduler=SchedulerConfig(
-            max_num_seqs=4,
-            max_slowdown=0,
-            speculative_model=str(BUNDLED_MODEL),
-            speculative_row_price=0,
-            speculative_disable_by_batch_size=max_drafting,
-        ),
-        executor=ExecutorConfig(threads=1),
+        scheduler={
+            "max_num_seqs": 4,
+            "max_slowdown": 0,
+            "speculative_model": str(BUNDLED_MODEL),
+            "speculative_row_price": 0,
+            "speculative_disable_by_batch_size": max_drafting,
+        },
     )
 
 
@@ -186,7 +176,7 @@ def test_drafts_after_skipped_ones_are_as_accurate(plain: list[Answer]) -> None:
 
 
 def test_blocks_filled_during_skipped_drafts_can_be_used() -> None:
-    config = settings(CacheConfig(num_kv_blocks=300, block_size=4), max_drafting=1)
+    config = settings({"num_kv_blocks": 300, "block_size": 4}, max_drafting=1)
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
@@ -204,7 +194,9 @@ def test_blocks_filled_during_skipped_drafts_can_be_used() -> None:
 
 def test_cache_memory_includes_blocks_of_both_models() -> None:
     spec = read_spec(BUNDLED_MODEL)
-    executor = InProcessExecutor(settings(CacheConfig(kv_cache_memory_bytes=16 << 20)))
+    executor = InProcessExecutor(
+        settings({"num_kv_blocks": None, "block_size": 16, "kv_cache_memory_bytes": 16 << 20})
+    )
     block = bytes_per_block(spec, 16, PlainKv(torch.float32))
     assert executor.info.num_kv_blocks == (16 << 20) // (2 * block)
     executor.shutdown()

@@ -1,21 +1,11 @@
 """The LM head uses more threads for many rows and generates the same tokens."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from engine.runner.head_threads import head_threads
 
 LARGE, SMALL = 1 << 27, 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,3 @@ def test_logprobs_are_equal_if_computed_in_parts(
         assert len(entry.top_ids) == (2 if row == 4 else alternatives[row])
     monkeypatch.setattr(logprobs, "_CACHED_VALUES", at_once * vocab)
     assert token_logprobs(logits, chosen, alternatives, named) == whole
-
-
-def test_no_rows_give_no_logprobs() -> None:
-    nothing = np.empty(0, np.int64)
-    assert token_logprobs(torch.empty(0, 300), nothing, nothing) == []

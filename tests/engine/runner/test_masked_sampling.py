@@ -20,13 +20,9 @@ from engine.runner.sampler import sample
 from engine.runner.slots import SlotTable
 from engine.shared.config import (
     BUNDLED_MODEL,
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AddRequest, RegexGrammar, SamplingParams
+from tests.engine.configs import config_of
 from tests.engine.fixtures import SaveModel
 from tests.support.waiting import PATIENCE
 
@@ -96,12 +92,6 @@ def test_only_allowed_tokens_are_sampled(
     assert [drawn[0], drawn[3]] == [unmasked[0], unmasked[3]]
 
 
-def test_all_rows_can_have_a_mask(table: SlotTable) -> None:
-    allowed = {row: [row, 100 + row] for row in range(5)}
-    drawn = draw(table, random_logits(5), allowed)
-    assert all(token in allowed[row] for row, token in enumerate(drawn))
-
-
 def test_the_relative_odds_of_allowed_tokens_stay_the_same(table: SlotTable) -> None:
     logits = torch.full((8, VOCAB), 50.0)
     logits[:, [10, 11]] = torch.tensor([1.0, 0.0])
@@ -165,19 +155,8 @@ def generate(
     spec: RegexGrammar, directory: Path = BUNDLED_MODEL, **scheduling: Any
 ) -> dict[int, list[int]]:
     """Return the tokens of five requests with the grammar and of one without."""
-    drawn = "auto" if directory == BUNDLED_MODEL else "dummy"
-    model: dict[str, Any] = {
-        "model": str(directory),
-        "load_format": drawn,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-    config = EngineConfig(
-        model=ModelConfig(**model),
-        cache=CacheConfig(block_size=16, num_kv_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=4, **scheduling),
-        executor=ExecutorConfig(threads=1),
-    )
+    drawn = {"load_format": "auto" if directory == BUNDLED_MODEL else "dummy"}
+    config = config_of(directory, model=drawn, scheduler={"max_num_seqs": 4} | scheduling)
     executor = InProcessExecutor(config)
     tokens: dict[int, list[int]] = {id: [] for id in range(6)}
     try:

@@ -14,13 +14,10 @@ from engine.executor.rules import BadDraftModel
 from engine.models.formats.files import CheckpointError
 from engine.models.spec import UnsupportedModel
 from engine.shared.config import (
-    CacheConfig,
     EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from engine.shared.messages import AddRequest
+from tests.engine.configs import config_of
 from tests.engine.draft_heads import (
     MtpReference,
     Proposals,
@@ -106,18 +103,12 @@ def test_drafting_changes_no_token_with_any_sampling(glm: MtpReference) -> None:
 
 
 def settings(directory: Path, **model: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig(**{"model": str(directory), "dtype": "float32", **model}),
-        cache=CacheConfig(num_kv_blocks=64),
-        scheduler=SchedulerConfig(
-            max_num_seqs=2, speculative_method="mtp", speculative_row_price=0
-        ),
-        executor=ExecutorConfig(threads=1),
-    )
+    drafting = {"speculative_method": "mtp", "speculative_row_price": 0}
+    return config_of(directory, model=model, scheduler=drafting)
 
 
 def test_mtp_layer_is_quantized_with_the_model(glm: MtpReference) -> None:
-    config = settings(glm.directory, device="cpu", quantization="int8")
+    config = settings(glm.directory, quantization="int8")
     executor = InProcessExecutor(config)
     core = EngineCore(config, executor, rank=0, incarnation=1)
     core.front_end_joined(0, 1)
@@ -133,13 +124,13 @@ def test_a_checkpoint_without_such_a_layer_is_refused(
 ) -> None:
     for name in ("llama", "deepseek2"):
         with pytest.raises(UnsupportedModel, match=r"--speculative-method mtp: .* has no layer"):
-            InProcessExecutor(settings(checkpoint(name).directory, device="cpu"))
+            InProcessExecutor(settings(checkpoint(name).directory))
     made = save_mtp("glm4-moe", tmp_path, normed=True)
     config = tmp_path / "config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "num_nextn_predict_layers": 0}))
     with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers"):
-        InProcessExecutor(settings(made.directory, device="cpu"))
+        InProcessExecutor(settings(made.directory))
 
 
 def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -151,7 +142,7 @@ def test_tensors_of_the_layer_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     save_file(tensors, path)
     wrong = r"missing model.layers.2.enorm.weight; model.layers.2.eh_proj.weight has shape"
     with pytest.raises(CheckpointError, match=wrong):
-        InProcessExecutor(settings(tmp_path, device="cpu"))
+        InProcessExecutor(settings(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -163,4 +154,4 @@ def test_incompatible_settings_are_named(
     glm: MtpReference, model: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(BadDraftModel, match=f"--speculative-method mtp .*{flag}"):
-        InProcessExecutor(settings(glm.directory, device="cpu", **model))
+        InProcessExecutor(settings(glm.directory, **model))

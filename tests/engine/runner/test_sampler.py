@@ -281,10 +281,6 @@ def test_equal_logprobs_are_listed_by_id(start: Start, draw: Draw) -> None:
     assert entry.rank == 1
 
 
-def test_batch_without_logprobs_reports_none(start: Start, draw: Draw) -> None:
-    assert draw(random_logits(1), [0], [start(0)]).logprobs is None
-
-
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4])
 def test_tiny_temperatures_act_like_greedy(temperature: float, start: Start, draw: Draw) -> None:
     logits = random_logits(5)

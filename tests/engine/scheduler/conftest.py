@@ -11,6 +11,7 @@ from engine.batch.executor import PendingResult
 from engine.executor.simulated import adapted_seed, simulated_token
 from engine.models.spec import VisionSpec
 from engine.scheduler.admission import UNLIMITED, Grant
+from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AddRequest, EncoderInput, RequestOutput, SamplingParams
@@ -211,6 +212,27 @@ class Rig:
         assert not self.scheduler.has_work
         assert gauges == (0, 0, 0.0, 0)
         self.scheduler.check_integrity()
+
+
+def queued(
+    id: int,
+    *,
+    tenant: int = 0,
+    group: int = 0,
+    priority: int = 0,
+    length: int = 1,
+    blocks: int = 0,
+) -> Request:
+    """Return a request that arrived as number `id`, with as many prompt tokens and KV blocks."""
+    params = SamplingParams(max_tokens=9, seed=0)
+    message = AddRequest(
+        id, "", 0, 0, [1] * length, params, priority=priority, tenant=tenant, group=group
+    )
+    made = request_from_message(
+        message, arrival=id, priority=priority, max_model_len=99, eos_token_ids=frozenset()
+    )
+    made.table.num_blocks = blocks
+    return made
 
 
 @pytest.fixture

@@ -12,18 +12,6 @@ def names(*numbers: int) -> bytes:
     return b"".join(digest(number)[:8] for number in numbers)
 
 
-def test_the_first_query_gets_all_names_and_later_ones_the_changes() -> None:
-    there = [digest(1), digest(2)]
-    log = BlockLog(there)
-    assert log.since(ALL_BLOCKS) == BlockChanges(ALL_BLOCKS, 0, names(1, 2), b"")
-    assert log.since(0) is None
-    log.changed(digest(3), is_stored=True)
-    log.changed(digest(1), is_stored=False)
-    assert log.since(0) == BlockChanges(0, 2, names(3), names(1))
-    assert log.since(1) == BlockChanges(1, 2, b"", names(1))
-    assert log.since(2) is None
-
-
 def test_last_change_of_a_block_counts() -> None:
     log = BlockLog([])
     for _ in range(2):
@@ -43,12 +31,3 @@ def test_outdated_or_impossible_queries_get_all_names() -> None:
     assert log.since(0) == everything
     assert log.since(4) == everything
     assert log.since(1) == BlockChanges(1, 3, names(2, 1), b"")
-
-
-def test_after_a_reset_all_names_are_sent() -> None:
-    there = [digest(1)]
-    log = BlockLog(there)
-    there.clear()
-    log.cleared()
-    assert log.since(0) == BlockChanges(ALL_BLOCKS, 1, b"", b"")
-    assert log.since(1) is None

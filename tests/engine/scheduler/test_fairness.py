@@ -9,11 +9,11 @@ import pytest
 
 from engine.scheduler.admission import Grant
 from engine.scheduler.preemption import Capacity, FreeCapacity, choose_heaviest
-from engine.scheduler.request import Request, request_from_message
+from engine.scheduler.request import Request
 from engine.scheduler.shares import GUARDED_STEPS, Shares
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL
 from engine.scheduler.waiting import WaitingQueue
-from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.scheduler.conftest import queued
 
 MakeRig = Callable[..., Any]
 
@@ -22,16 +22,6 @@ HOG, GUEST, OTHER = 1, 2, 3
 
 def prompt(length: int, first: int = 0) -> list[int]:
     return [(7 * first + i) % 1000 for i in range(length)]
-
-
-def request(arrival: int, tenant: int, *, blocks: int = 0, priority: int = 0) -> Request:
-    params = SamplingParams(max_tokens=1, seed=0)
-    message = AddRequest(arrival, "", 0, 0, [1] * 10, params, tenant=tenant)
-    made = request_from_message(
-        message, arrival=arrival, priority=priority, max_model_len=99, eos_token_ids=frozenset()
-    )
-    made.table.num_blocks = blocks
-    return made
 
 
 def steps_until(rig: Any, id: int) -> int:
@@ -410,7 +400,7 @@ def test_admission_order_is_deterministic() -> None:
     tenants = [HOG, HOG, HOG, GUEST, OTHER, GUEST]
     for arrival, tenant in enumerate(tenants):
         shares.add(tenant)
-        queue.push(request(arrival, tenant))
+        queue.push(queued(arrival, tenant=tenant, length=10))
     expected = [each.arrival for each in queue]
     assert expected == [0, 3, 4, 1, 5, 2]
     admitted = []
@@ -430,7 +420,9 @@ def test_queue_agrees_with_a_plain_list() -> None:
         shares.add(tenant)
     for arrival in range(3000):
         if generator.random() < 0.55 or not waiting:
-            each = request(arrival, generator.randrange(6), priority=generator.randrange(2))
+            each = queued(
+                arrival, tenant=generator.randrange(6), priority=generator.randrange(2), length=10
+            )
             waiting[arrival] = each
             queue.push(each)
         elif generator.random() < 0.3:
@@ -458,18 +450,18 @@ def test_queue_agrees_with_a_plain_list() -> None:
 
 
 def test_no_preemption_for_request_that_would_still_not_fit() -> None:
-    running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
+    running = [queued(arrival, tenant=HOG, blocks=2) for arrival in range(4)]
     engine = Capacity(slots=8, blocks=16)
     room = FreeCapacity(slots=4, blocks=8, headroom=0, tokens=99)
-    assert choose_heaviest([request(9, GUEST)], running, room, lambda _: 14, engine) == []
-    assert choose_heaviest([request(9, HOG)], running, room, lambda _: 9, engine) == []
+    assert choose_heaviest([queued(9, tenant=GUEST)], running, room, lambda _: 14, engine) == []
+    assert choose_heaviest([queued(9, tenant=HOG)], running, room, lambda _: 9, engine) == []
     full = FreeCapacity(slots=0, blocks=8, headroom=0, tokens=99)
-    chosen = choose_heaviest([request(9, GUEST)], running, full, lambda _: 1, Capacity(4, 16))
+    chosen = choose_heaviest([queued(9, tenant=GUEST)], running, full, lambda _: 1, Capacity(4, 16))
     assert [victim.arrival for victim in chosen] == [3]
 
 
 def test_no_preemption_for_less_urgent_request_of_other_tenant() -> None:
-    running = [request(arrival, HOG, blocks=2) for arrival in range(4)]
+    running = [queued(arrival, tenant=HOG, blocks=2) for arrival in range(4)]
     room = FreeCapacity(slots=0, blocks=8, headroom=0, tokens=99)
-    late = request(9, GUEST, priority=5)
+    late = queued(9, tenant=GUEST, priority=5)
     assert choose_heaviest([late], running, room, lambda _: 1, Capacity(4, 16)) == []

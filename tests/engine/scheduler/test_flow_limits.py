@@ -8,9 +8,8 @@ import pytest
 
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.preemption import Capacity
-from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
-from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.scheduler.conftest import queued
 
 MakeRig = Callable[..., Any]
 
@@ -149,18 +148,6 @@ def test_requests_of_equal_size_do_not_limit_each_other(make_rig: MakeRig) -> No
     finish(rig)
 
 
-def test_tenant_of_many_requests_gets_a_share_of_steps(make_rig: MakeRig) -> None:
-    rig = roomy(make_rig)
-    for id in range(100, 160):
-        rig.add(id, prompt(3, id), max_tokens=60, tenant=1)
-    rig.step()
-    rig.add(1, prompt(4), max_tokens=40, tenant=2)
-    rig.step()
-    for _ in range(30):
-        assert rows_of(rig, 100, 60) <= PART + 1
-    finish(rig)
-
-
 @pytest.mark.parametrize("slowdown", [1.0, 1.001])
 def test_smallest_share_still_makes_progress(make_rig: MakeRig, slowdown: float) -> None:
     rig = roomy(make_rig, max_slowdown=slowdown)
@@ -173,20 +160,13 @@ def test_smallest_share_still_makes_progress(make_rig: MakeRig, slowdown: float)
 # -- by themselves --------------------------------------------------------------------------------
 
 
-def running(id: int, group: int = 0) -> Request:
-    message = AddRequest(id, "", 0, 0, [1], SamplingParams(max_tokens=9, seed=0), group=group)
-    return request_from_message(
-        message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
-    )
-
-
 def test_sequence_with_costly_masks_waits_for_credit() -> None:
     costs = StepCosts()
     for rows in (1, 64):
         for _ in range(50):
             costs.observe(rows, 0, (32 + rows) * 1e-4)
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
-    costly, plain = running(1), running(2)
+    costly, plain = queued(1), queued(2)
     for each in (costly, plain):
         fairness.add(each)
         fairness.start(each)
@@ -262,8 +242,8 @@ def test_stalled_steps_with_few_prompt_tokens_are_clamped() -> None:
 def test_resubmitted_beams_share_the_limit_of_their_request(length: int) -> None:
     costs = with_dear_prompts(mixed=10)
     fairness = Fairness(costs, ENGINE, max_slowdown=SLOWDOWN)
-    streams = [running(id) for id in range(4)]
-    beam = running(91, group=90)
+    streams = [queued(id) for id in range(4)]
+    beam = queued(91, group=90)
     fairness.add(beam)
     computed, spent, steps = 0, 0.0, 400
     left: list[int] = []

@@ -42,20 +42,6 @@ def test_only_new_part_of_a_beam_is_hashed() -> None:
         assert hashed_for(kv, [*LONG, *ending]) <= 1 + 2
 
 
-def test_a_sequence_that_was_evicted_is_not_hashed_again() -> None:
-    kv = KVCacheManager(60, SIZE, enable_prefix_caching=True)
-    hashed_for(kv, LONG)
-    hashed_for(kv, LONG[::-1])
-    assert len(kv.match(BlockTable(), [*LONG, 1])[0]) < 50
-    assert hashed_for(kv, LONG) == 1
-
-
-def test_prefix_under_other_root_is_unknown() -> None:
-    kv = KVCacheManager(200, SIZE, enable_prefix_caching=True)
-    hashed_for(kv, LONG)
-    assert hashed_for(kv, LONG, b"salt" * 4) == 50
-
-
 @given(
     st.lists(
         st.tuples(

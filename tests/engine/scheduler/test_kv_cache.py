@@ -2,7 +2,6 @@ import pytest
 
 from engine.scheduler.block_table import BlockTable
 from engine.scheduler.kv_cache import KVCacheManager
-from engine.scheduler.prefix_cache import PrefixCache
 from engine.shared.block_names import ROOT_DIGEST, block_digest
 
 
@@ -33,18 +32,6 @@ def test_digests_are_the_same_in_every_process() -> None:
     first = block_digest(ROOT_DIGEST, [1, 2, 3, 4])
     assert first.hex() == "f23680cf9d0cdff61c7fe464c491f63b"
     assert block_digest(first, [1, 2, 3, 4]) != first
-
-
-def test_blocks_with_equal_content_have_one_name() -> None:
-    cache = PrefixCache()
-    digest = block_digest(ROOT_DIGEST, [1])
-    assert cache.insert(digest, 5)
-    assert not cache.insert(digest, 6)
-    assert cache.block_of.get(digest) == 5
-    cache.evict(5)
-    assert cache.block_of.get(digest) is None
-    cache.check_integrity()
-    assert not cache.digest_of
 
 
 def test_a_prefix_only_counts_from_its_start(kv: KVCacheManager) -> None:

@@ -144,18 +144,6 @@ def test_equal_amounts_never_wait(table: list[RankState]) -> None:
     assert grant.token_cap >= table[0].ready_prefill_tokens or grant.token_cap == -1
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        [rank(0, 3500), rank(0), IDLE],
-        [rank(8, 0, 5), rank(8)],
-        [IDLE, IDLE],
-    ],
-)
-def test_nothing_is_held_without_decodes_or_ready_prefill(table: list[RankState]) -> None:
-    assert level().decide(0, table) == UNLIMITED
-
-
 def test_misaligned_prefill_waits_until_waiting_costs_as_much_as_stall() -> None:
     # 4 decodes, each token beyond the mean costs 1/128 of a step: 4 / 128 * (1000 - 250) = 23.4
     # decode steps; one request that waits costs 4 a step.
@@ -241,15 +229,6 @@ def test_level_is_bounded_and_equal_on_all_ranks(sequence: list[list[RankState]]
         if held:
             assert any(state.decodes for state in table)
             assert sum(1 for state in table if state.running or state.waiting) > 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, STEP_BUDGET)), max_size=80))
-@settings(max_examples=60)
-def test_single_rank_is_never_held(traffic: list[tuple[int, int]]) -> None:
-    policy = level()
-    for step, (decodes, ready) in enumerate(traffic):
-        grant = policy.decide(step, [IDLE, rank(decodes, ready), IDLE])
-        assert grant.token_cap == -1 or grant.token_cap >= ready > 0
 
 
 # -- what a rank says of itself ------------------------------------------------------------------

@@ -7,8 +7,7 @@ import pytest
 
 from engine.scheduler.admission import Grant
 from engine.scheduler.preemption import FreeCapacity, choose_victims
-from engine.scheduler.request import Request, request_from_message
-from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.scheduler.conftest import queued
 
 MakeRig = Callable[..., Any]
 
@@ -163,17 +162,6 @@ def test_victim_with_step_in_flight_keeps_its_result(rig: Any) -> None:
 # -- by themselves --------------------------------------------------------------------------------
 
 
-def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Request:
-    message = AddRequest(
-        arrival, "", 0, 0, [1] * queued, SamplingParams(max_tokens=1, seed=0), priority=priority
-    )
-    made = request_from_message(
-        message, arrival=arrival, priority=priority, max_model_len=99, eos_token_ids=frozenset()
-    )
-    made.table.num_blocks = blocks
-    return made
-
-
 @pytest.mark.parametrize(
     ("room", "needed", "victims"),
     [
@@ -188,6 +176,9 @@ def request(arrival: int, priority: int, blocks: int = 0, queued: int = 1) -> Re
 def test_fewest_possible_victims_are_chosen(
     room: FreeCapacity, needed: int, victims: list[int]
 ) -> None:
-    running = [request(1, 1, 5), request(2, 6, 2), request(3, 8, 2)]
-    chosen = choose_victims([request(4, 5)], running, room, lambda _: needed)
+    running = [
+        queued(id, priority=priority, blocks=blocks)
+        for id, priority, blocks in ((1, 1, 5), (2, 6, 2), (3, 8, 2))
+    ]
+    chosen = choose_victims([queued(4, priority=5)], running, room, lambda _: needed)
     assert [victim.arrival for victim in chosen] == victims

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.preemption import Capacity
-from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, StepCosts
-from engine.shared.messages import AddRequest, SamplingParams
+from tests.engine.scheduler.conftest import queued
 
 SLOWDOWN = 1.25
 
@@ -21,21 +20,13 @@ class Decodes:
     def __init__(self, sequences: list[int]) -> None:
         self.fairness = Fairness(StepCosts(), Capacity(1024, 1 << 16), max_slowdown=SLOWDOWN)
         self.requests = [
-            self._sequence(1000 * tenant + each, tenant)
+            queued(1000 * tenant + each, tenant=tenant)
             for tenant, count in enumerate(sequences)
             for each in range(count)
         ]
         for each in self.requests:
             self.fairness.add(each)
             self.fairness.start(each)
-
-    @staticmethod
-    def _sequence(id: int, tenant: int) -> Request:
-        params = SamplingParams(max_tokens=9, seed=0)
-        message = AddRequest(id, "", 0, 0, [1], params, tenant=tenant)
-        return request_from_message(
-            message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
-        )
 
     def step(self) -> list[int]:
         """Return the tenant of each row of the next step."""
@@ -67,10 +58,6 @@ def test_no_tenant_gets_fewer_rows_than_the_smallest(sequences: list[int]) -> No
         rows = engine.step()
         for tenant in range(len(sequences)):
             assert rows.count(tenant) >= min(sequences)
-
-
-def test_the_rows_of_equal_tenants_are_not_limited() -> None:
-    assert set(Decodes([30] * 10).rows(20)) == {300}
 
 
 def test_every_sequence_of_large_tenant_is_decoded_in_turn() -> None:

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.preemption import Capacity
-from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
-from engine.shared.messages import AddRequest, SamplingParams
-from tests.engine.scheduler.conftest import Rig
+from tests.engine.scheduler.conftest import Rig, queued
 
 MakeRig = Callable[..., Any]
 
@@ -29,14 +27,6 @@ def prompt(length: int, first: int = 0) -> list[int]:
     return [(7 * first + i) % 1000 for i in range(length)]
 
 
-def sequence(id: int, tenant: int) -> Request:
-    params = SamplingParams(max_tokens=9, seed=0)
-    message = AddRequest(id, "", 0, 0, [1], params, tenant=tenant)
-    return request_from_message(
-        message, arrival=id, priority=0, max_model_len=99, eos_token_ids=frozenset()
-    )
-
-
 class Engines:
     """An engine on which streams of one tenant run, and prompts of others wait without end."""
 
@@ -46,8 +36,8 @@ class Engines:
         self.fairness = Fairness(
             self.costs, Capacity(64, 2048), max_prefill=LIMIT, max_slowdown=SLOWDOWN
         )
-        self.streams = [sequence(id, STREAMS) for id in range(streams)]
-        self.prompts = [sequence(streams + each, each) for each in range(tenants)]
+        self.streams = [queued(id, tenant=STREAMS) for id in range(streams)]
+        self.prompts = [queued(streams + each, tenant=each) for each in range(tenants)]
         for each in (*self.streams, *self.prompts):
             self.fairness.add(each)
         for each in self.streams:
@@ -181,7 +171,7 @@ def test_prompts_computed_without_decodes_cause_no_debt() -> None:
     for _ in range(50):
         assert engine.step(lambda _: 1000) >= LIMIT
     assert engine.fairness.shares.quota().available(0, 1000) == LIMIT
-    engine.streams = [sequence(1000, STREAMS)]
+    engine.streams = [queued(1000, tenant=STREAMS)]
     engine.fairness.add(engine.streams[0])
     engine.fairness.start(engine.streams[0])
     part = (SLOWDOWN - 1) * (PRIOR_BASE + 1) / PRIOR_PREFILL

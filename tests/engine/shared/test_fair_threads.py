@@ -24,15 +24,6 @@ def drained(queue: FairQueue[str], seconds: dict[Hashable, float]) -> list[str]:
     return order
 
 
-def test_tenants_alternate_regardless_of_load() -> None:
-    queue: FairQueue[str] = FairQueue(100, 50)
-    for number in range(4):
-        queue.push(1, f"a{number}")
-    queue.push(2, "b0")
-    queue.push(3, "c0")
-    assert drained(queue, {1: 1.0, 2: 1.0, 3: 1.0}) == ["a0", "b0", "c0", "a1", "a2", "a3"]
-
-
 def test_fairness_is_by_time_and_not_by_items() -> None:
     queue: FairQueue[str] = FairQueue(100, 50)
     for number in range(3):
@@ -72,16 +63,6 @@ def test_tenant_fills_only_its_share() -> None:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool
-
-
-def test_a_thread_is_left_for_others(threads: ThreadPoolExecutor) -> None:
-    executor = FairExecutor(threads.submit, 2)
-    release = threading.Event()
-    held = [executor.submit(1, release.wait, GUARD) for _ in range(5)]
-    assert executor.submit(2, lambda: "done").result(GUARD) == "done"
-    assert not any(each.done() for each in held)
-    release.set()
-    assert all(each.result(GUARD) for each in held)
 
 
 def test_single_tenant_is_served_and_gets_its_errors(

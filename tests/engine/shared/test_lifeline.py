@@ -63,79 +63,63 @@ def test_exited_supervisor_is_an_error() -> None:
         Lifeline(None).read_launch(EngineLaunch)
 
 
+def start_child(
+    program: str, *, stderr: int = subprocess.DEVNULL, start_new_session: bool = False
+) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start a child that runs a program; return it and the supervisor's end of its lifeline."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"from engine.shared.lifeline import Lifeline; {program}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
+            start_new_session=start_new_session,
+        )
+    return child, ours
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 def test_child_exits_with_its_supervisor_even_if_stuck(stuck: bool) -> None:
-    ours, theirs = socket.socketpair()
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stuck else ""
-    program = (
-        f"import signal, sys; from engine.shared.lifeline import Lifeline; {ignore}"
-        "Lifeline.from_environment().watch(); print('up', flush=True);"
-        "sys.stdin.read()"
+    child, ours = start_child(
+        f"import signal, sys; {ignore}"
+        "Lifeline.from_environment().watch(); print('up', flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
-    )
-    theirs.close()
-    assert child.stdout is not None
-    assert child.stdin is not None
-    assert child.stdout.readline() == b"up\n"
-    ours.close()
-    code = child.wait(timeout=60)
-    assert code == (1 if stuck else -signal.SIGTERM)
-    child.stdout.close()
-    child.stdin.close()
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        ours.close()
+        assert child.wait(timeout=60) == (1 if stuck else -signal.SIGTERM)
 
 
 @pytest.mark.parametrize("reaction", ["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: sys.exit()"])
 def test_descendants_of_child_exit_with_its_supervisor(reaction: str) -> None:
-    ours, theirs = socket.socketpair()
-    program = (
-        "import signal, subprocess, sys, time; from engine.shared.lifeline import Lifeline;"
+    child, ours = start_child(
+        "import signal, subprocess, sys, time;"
         f"signal.signal(signal.SIGTERM, {reaction});"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        "Lifeline.from_environment().watch(); print(other.pid, flush=True); time.sleep(600)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        "Lifeline.from_environment().watch(); print(other.pid, flush=True); time.sleep(600)",
         start_new_session=True,
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
     )
-    theirs.close()
-    assert child.stdout is not None
-    other = psutil.Process(int(child.stdout.readline()))
-    ours.close()
-    assert child.wait(timeout=60) == -signal.SIGKILL
-    other.wait(timeout=60)
-    child.stdout.close()
+    with child:
+        assert child.stdout is not None
+        other = psutil.Process(int(child.stdout.readline()))
+        ours.close()
+        assert child.wait(timeout=60) == -signal.SIGKILL
+        other.wait(timeout=60)
 
 
 def test_child_ended_by_lifeline_exits_silently() -> None:
-    ours, theirs = socket.socketpair()
-    program = (
-        "import os, sys; from engine.shared.lifeline import Lifeline;"
-        "Lifeline.from_environment().watch(on_lost=lambda: os._exit(0));"
-        "sys.stdin.read()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
+    child, ours = start_child(
+        "import os, sys; Lifeline.from_environment().watch(on_lost=lambda: os._exit(0));"
+        "sys.stdin.read()",
         stderr=subprocess.PIPE,
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, LIFELINE_VARIABLE: str(theirs.fileno())},
     )
-    theirs.close()
-    ours.close()
-    assert child.stderr is not None
-    assert child.stderr.read() == b""
-    assert child.wait(timeout=60) == 0
-    child.stderr.close()
-    assert child.stdin is not None
-    child.stdin.close()
+    with child:
+        ours.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+        assert child.wait(timeout=60) == 0

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from engine.shared.matchers import Expression, is_enforceable, keys_of
+from engine.shared.matchers import Expression, keys_of
 from tests.support.cpu_time import cpu_seconds, grows_no_faster_than_input
 
 
@@ -60,8 +60,3 @@ def test_nested_quantifiers_match_in_linear_time(pattern: str) -> None:
 )
 def test_keys_of_finite_pattern_are_listed(pattern: str, matched: list[str] | None) -> None:
     assert keys_of(pattern, ["a", "bc", "", "d"]) == matched
-
-
-def test_enforceable_patterns_are_recognized() -> None:
-    assert is_enforceable(r"^\p{L}+-\d$")
-    assert not any(map(is_enforceable, [r"^(?!a)", r"\bword\b", r"(a)\1", "["]))
