@@ -311,6 +311,12 @@ def tokenizer_with(backend: Tokenizer, template: str, *added: AddedToken) -> Ser
     )
 
 
+def prompt_of(engines: Any) -> str:
+    """Return the text of the last prompt that was sent to scripted engines."""
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
     return byte_level_tokenizer()

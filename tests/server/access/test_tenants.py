@@ -96,18 +96,6 @@ class TestOverHttp:
         assert len(set(seen)) == 2
         assert EVERYBODY.id not in seen
 
-    def test_priorities_need_the_operator_key_if_there_are_keys(
-        self, http: Any, engines: Any
-    ) -> None:
-        body = {"prompt": "x", "priority": -5}
-        answer = http.post("/v1/completions", body, headers=bearer("ann"))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "priority"
-        assert answer.json()["error"]["code"] == "priority_not_allowed"
-        assert engines.streams == []
-        body["priority"] = 0
-        assert http.post("/v1/completions", body, headers=bearer("ann")).status_code == 200
-
 
 class TestAllowances:
     @pytest.mark.parametrize(
@@ -134,39 +122,8 @@ class TestAllowances:
         with pytest.raises(ValueError, match="scheduling_policy"):
             ServeConfig(tenants=TenantConfig(allow_priority=True))
 
-    def test_rank_pinning_is_allowed_without_keys_or_by_setting(self) -> None:
-        assert FrontEndConfig().allows_rank_pinning
-        assert not config_of("k").allows_rank_pinning
-        assert config_of("k", allow_rank_pinning=True).allows_rank_pinning
-
 
 class TestCachedPrompts:
-    def test_requests_with_different_salts_share_nothing(self, http: Any, engines: Any) -> None:
-        for salt in ("red", "red", "blue", None):
-            http.complete(cache_salt=salt)
-        http.chat(cache_salt="red")
-        roots = [stream.cache_root for stream in engines.streams]
-        assert roots[0] == roots[1] == roots[4]
-        assert roots[3] == b""
-        assert len(set(roots)) == 3
-        assert len(roots[0]) == 16
-
-    def test_a_salt_works_for_responses(self, http: Any, engines: Any) -> None:
-        http.complete(cache_salt="red")
-        answer = http.post("/v1/responses", {"input": "hi", "cache_salt": "red"})
-        assert answer.status_code == 200
-        assert engines.streams[1].cache_root == engines.streams[0].cache_root
-
-    def test_any_text_is_a_salt(self, http: Any, engines: Any) -> None:
-        body = b'{"prompt": "x", "cache_salt": "\\u0000\\u00e9"}'
-        answer = http.request(
-            "POST",
-            "/v1/completions",
-            content=body,
-            headers={"content-type": "application/json"},
-        )
-        assert answer.status_code == 200
-
     def test_isolated_tenants_find_only_their_own_prefixes(self) -> None:
         ann, bob = named_tenant("ann"), named_tenant("bob")
         shared, isolated = tenancy(), tenancy(prefix_cache_isolation="tenant")

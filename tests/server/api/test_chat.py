@@ -2,12 +2,9 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import prompt_of
+
 TEXT = "hello 你好 world 🙂"
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def test_a_chat_completion_has_a_message(http: Any, engines: Any) -> None:

@@ -11,7 +11,7 @@ from server.answer.harmony import MARKERS
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import prompt_of, tokenizer_with
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
@@ -100,9 +100,7 @@ def test_tools_are_described_to_models_whose_template_does_not_render_them(
         ],
     )["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == CALLED
-    prompt = engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     assert prompt.startswith("[system]You can call functions.")
     assert prompt.endswith("[user]<tool_response>\n42\n</tool_response>")
 
@@ -113,7 +111,5 @@ def test_tools_are_described_to_models_whose_template_does_not_render_them(
 )  # fmt: skip
 def test_template_without_system_role_gets_no_system_message(http: Any, engines: Any) -> None:
     http.chat(tools=[ADD])
-    prompt = engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     assert prompt.startswith("[user]You can call functions.")

@@ -1,11 +1,9 @@
 """Tool calls and reasoning in chat completions, from the request to the stream."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
 from engine.shared.config import ModelConfig
@@ -17,7 +15,7 @@ from server.config.answer import AnswerConfig
 from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import prompt_of, tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -44,8 +42,6 @@ FORCED = {"type": "function", "function": {"name": "get_weather"}}
 THINKER_NAMES = ["qwen3", "deepseek_r1"]
 THINKERS = [AnswerConfig(reasoning_parser="qwen3"), AnswerConfig(reasoning_parser="deepseek_r1")]
 
-MakeApp = Callable[..., FastAPI]
-
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
@@ -63,11 +59,6 @@ def config(request: pytest.FixtureRequest) -> FrontEndConfig:
     return FrontEndConfig(
         model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), answer=answer
     )
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def added_up(events: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str | None]]:
@@ -144,14 +135,15 @@ def test_the_tokens_of_a_conversation_with_tools_can_be_counted(http: Any, engin
 def test_truncated_forced_call_shows_no_markup(
     http: Any, engines: Any, config: FrontEndConfig, num_calls: int, streamed: bool
 ) -> None:
+    """vllm-project/vllm#47903: the last of several calls ends before its arguments."""
     tagged = config.answer.tool_call_parser == "auto"
-    text = f"{CALL}\n<tool_call>" if tagged else '[{"name": "get_weather", "parameters": {}}, {"na'
-    if not num_calls:
-        text = '<tool_call>\n{"na' if tagged else '[{"na'
-    engines.script = engines.answer(text)
-    message = answered(http, streamed, tools=[WEATHER], tool_choice="required")
-    assert not message.get("content")
-    assert len(message.get("tool_calls", ())) == num_calls
+    call = f"{CALL}\n" if tagged else '{"name": "get_weather", "parameters": {}}, '
+    for cut in (3, 12, 13, 20, 29):
+        text = call * num_calls + call[:cut]
+        engines.script = engines.answer(text if tagged else f"[{text}")
+        message = answered(http, streamed, tools=[WEATHER], tool_choice="required")
+        assert not message.get("content"), cut
+        assert len(message.get("tool_calls", ())) == num_calls, cut
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,7 @@ from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig, GuardConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import prompt_of, tokenizer_with
 
 if TYPE_CHECKING:
     import anthropic  # takes a second, in each process that collects these tests
@@ -61,11 +61,6 @@ def client(served: Any, app: FastAPI, engines: Any) -> "Iterator[anthropic.Anthr
         anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as made,
     ):
         yield made
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def test_text_message_is_answered(client: "anthropic.Anthropic", engines: Any) -> None:

@@ -25,6 +25,7 @@ from server.observe.metrics import FrontEndMetrics
 from server.store.records import BackendFailed, DiskFull, Record
 from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
+from tests.server.conftest import prompt_of
 from tests.support.stores import sqlite_backend
 from tests.support.waiting import PATIENCE, until
 
@@ -81,11 +82,6 @@ def other(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI
     """A client of a different front end on the same node."""
     with served(new_app()) as url, client_of(url) as made:
         yield made
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Any:

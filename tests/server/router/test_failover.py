@@ -4,9 +4,8 @@ from msgspec.structs import replace
 
 from engine.shared.messages import AbortRequests, AddRequest, EncoderInput, SamplingParams
 from server.router.delivery import Delivery
-from server.router.events import Action, Count, Fail, Send, SendIfReachable
-from server.router.failover import PROBATION_PATIENCE, Failover
-from server.router.generation_client import KillsEngines, NoEngineAvailable
+from server.router.events import Action, Count, Send, SendIfReachable
+from server.router.failover import Failover
 from server.router.members import EngineLost
 from server.router.request import RoutedRequest
 from server.router.routing import LeastLoaded
@@ -50,18 +49,6 @@ class Harness:
 
 def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions if type(action).__name__ != "Notify"]
-
-
-def test_a_request_that_waits_too_long_fails() -> None:
-    played = Harness(10)
-    request = played.request()
-    played.die(0, 10)
-    assert played.failover.tick(RESUME_TIMEOUT) == []
-    [fail] = played.failover.tick(RESUME_TIMEOUT + 0.1)
-    assert isinstance(fail, Fail)
-    assert fail.request is request
-    assert isinstance(fail.error, NoEngineAvailable)
-    assert not played.delivery.in_flight
 
 
 def test_failed_send_keeps_original_waiting_time() -> None:
@@ -141,16 +128,3 @@ def test_silence_followed_by_successor_counts_as_death() -> None:
     assert not request.suspicion.died_on
     played.failover.replaced({rank: incarnation + 100}, 0.0)
     assert request.suspicion.died_on == {(rank, incarnation)}
-
-
-def test_suspect_without_possible_trial_fails() -> None:
-    played = Harness(10, max_resumes=0)
-    request = played.request()
-    played.die(0, 10)
-    patience = PROBATION_PATIENCE * RESUME_TIMEOUT
-    assert played.failover.tick(patience) == []
-    [fail] = played.failover.tick(patience + 0.1)
-    assert isinstance(fail, Fail)
-    assert fail.request is request
-    assert isinstance(fail.error, KillsEngines)
-    assert not played.failover.probation.suspects
