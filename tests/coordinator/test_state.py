@@ -278,14 +278,6 @@ def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
     assert only(cluster.send(Tick(), after=0.2), PublishView)
 
 
-def test_steady_stats_do_not_delay_publication(cluster: Cluster) -> None:
-    cluster.engine(0, 10)
-    cluster.stats(0, 10, 1, running=1)
-    cluster.now += 0.11
-    (published,) = only(cluster.stats(0, 10, 2, running=5), PublishView)
-    assert published.view.engines[0].stats.running == 5
-
-
 def test_an_unchanged_cluster_is_published_every_few_seconds(cluster: Cluster) -> None:
     cluster.send(Tick())
     assert not only(cluster.send(Tick(), after=2.9), PublishView)

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
-from engine.shared.config import ModelConfig
 from engine.shared.fair_threads import tenant_id
 from engine.shared.messages import ClusterView, EngineEntry, EngineSetup, EngineStats, RequestOutput
 from engine.shared.settings import load
 from server.access.guards import BadGuards, Keys, keys_for, tls_options
 from server.api.admin import endpoint, operators, trainer, weights
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig
+from server.config import FrontEndConfig, GuardConfig, ServeConfig
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import tiny
 
 SECRETS = ("first-secret", "second-secret")
 
@@ -34,9 +34,7 @@ def guards() -> GuardConfig:
 
 @pytest.fixture
 def config(guards: GuardConfig) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-        http=HttpConfig(max_logprobs=5),
+    return tiny(
         guards=guards,
     )
 

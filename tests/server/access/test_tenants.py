@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.shared.config import ModelConfig, SchedulerConfig
+from engine.shared.config import SchedulerConfig
 from server.access.guards import keys_for
 from server.access.tenants import EVERYBODY, Tenancy, named_tenant
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig, TenantConfig
+from server.config import FrontEndConfig, GuardConfig, ServeConfig, TenantConfig
+from tests.server.conftest import tiny
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},
@@ -22,9 +23,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def config_of(*keys: str, **tenants: Any) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-        http=HttpConfig(max_logprobs=5),
+    return tiny(
         guards=GuardConfig(api_key=keys),
         tenants=TenantConfig(**tenants),
     )

@@ -58,19 +58,6 @@ def test_logprobs_name_tokens_and_their_bytes(http: Any, engines: Any) -> None:
     assert all(score["top_logprobs"] == [] for score in content)
 
 
-def test_every_streamed_choice_starts_with_its_role(http: Any) -> None:
-    events = http.stream(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}
-    )
-    roles = [
-        choice["index"]
-        for event in events
-        for choice in event["choices"]
-        if "role" in choice["delta"]
-    ]
-    assert sorted(roles) == [0, 1, 2]
-
-
 def test_text_parts_are_joined_and_roles_rendered(http: Any, engines: Any) -> None:
     http.chat(
         messages=[

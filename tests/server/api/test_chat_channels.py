@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
 from server.answer.harmony import MARKERS
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import prompt_of, tokenizer_with
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
@@ -40,8 +39,7 @@ def template() -> str:
 
 @pytest.fixture
 def config() -> FrontEndConfig:
-    model = ModelConfig(model="org/tiny", served_model_name=("tiny",))
-    return FrontEndConfig(model=model, answer=AnswerConfig())
+    return tiny(answer=AnswerConfig())
 
 
 def test_channels_are_parsed_without_flags(http: Any, engines: Any) -> None:

@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
-from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import prompt_of, tokenizer_with
+from tests.server.conftest import app_of, prompt_of, tiny, tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -56,9 +52,7 @@ def tokenizer(backend: Tokenizer) -> ServedTokenizer:
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
     answer = getattr(request, "param", AnswerConfig(reasoning_parser="qwen3"))
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), answer=answer
-    )
+    return tiny(answer=answer)
 
 
 def added_up(events: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str | None]]:
@@ -343,17 +337,17 @@ def test_no_calls_without_tools(http: Any, engines: Any) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_unused_tools_stay_in_prompt_by_default(http: Any, engines: Any) -> None:
-    http.chat(tools=[WEATHER], tool_choice="none")
-    assert prompt_of(engines).startswith("<tools>")
-
-
 @pytest.mark.parametrize(
-    "config", [AnswerConfig(exclude_tools_when_tool_choice_none=True)], indirect=True
+    ("config", "start"),
+    [
+        (AnswerConfig(), "<tools>"),
+        (AnswerConfig(exclude_tools_when_tool_choice_none=True), "<|user|>"),
+    ],
+    indirect=["config"],
 )
-def test_unused_tools_can_be_omitted(http: Any, engines: Any) -> None:
+def test_unused_tools_are_omitted_if_configured(http: Any, engines: Any, start: str) -> None:
     http.chat(tools=[WEATHER], tool_choice="none")
-    assert prompt_of(engines).startswith("<|user|>")
+    assert prompt_of(engines).startswith(start)
 
 
 def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
@@ -462,7 +456,7 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     config = FrontEndConfig(answer=answer)
     with pytest.raises(ValueError, match="--reasoning-tags"):
-        build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+        app_of(config, engines, tokenizer)
 
 
 def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(

@@ -19,14 +19,18 @@ from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import OPERATIONS, keep_something, named
 from engine.shared.messages import UtilityResult, UtilityValue
 from server.api.admin.schema import MAX_PATH_SIZE
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
 from server.config.answer import AnswerConfig
 from server.limits import MAX_ERROR_LENGTH, MAX_JSON_DEPTH
-from server.observe.metrics import FrontEndMetrics
 from server.store.service import ResponseStore
-from tests.server.conftest import VECTOR_SIZE, FakeGenerationClient, Http, tokenizer_with, vectors
+from tests.server.conftest import (
+    VECTOR_SIZE,
+    FakeGenerationClient,
+    Http,
+    app_of,
+    tokenizer_with,
+    vectors,
+)
 from tests.server.endpoints import ADMIN_KEY
 from tests.support.stores import sqlite_backend
 
@@ -70,10 +74,8 @@ def apps(
     """An app for each kind of model."""
     made = {kind: pooling_http(config, **fields).app for kind, fields in KINDS.items()}
     store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
-    services = make_services(
-        config, engines, tokenizer_with(backend, TEMPLATE), FrontEndMetrics(config), store=store
-    )
-    yield made | {"generates": build_app(services)}
+    generates = app_of(config, engines, tokenizer_with(backend, TEMPLATE), store=store)
+    yield made | {"generates": generates}
     store.close()
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
 from tests.server.answer.test_quoted_lark import PATCH
-from tests.server.conftest import prompt_of, tokenizer_with
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
 STRICT = (Path(__file__).parents[2] / "clients" / "strict.jinja").read_text(encoding="utf-8")
 SAY_HI = {"role": "user", "content": "Say hi."}
@@ -251,7 +250,7 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], str]] = [
 
 @pytest.fixture
 def config() -> FrontEndConfig:
-    return FrontEndConfig(model=ModelConfig(model="org/tiny", served_model_name=("tiny",)))
+    return tiny()
 
 
 @pytest.fixture

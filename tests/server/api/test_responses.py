@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig, HttpConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
 from tests.server.api.test_chat_tools import TEMPLATE, TWO_CALLS
-from tests.server.conftest import prompt_of, tokenizer_with
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
 WEATHER = {
     "type": "function",
@@ -32,8 +31,7 @@ def tokenizer(backend: Tokenizer) -> ServedTokenizer:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+    return tiny(
         http=HttpConfig(max_logprobs=5),
         answer=getattr(request, "param", AnswerConfig(reasoning_parser="qwen3")),
     )

@@ -12,11 +12,8 @@ from engine.shared.messages import (
     EngineStats,
     MissingEngine,
 )
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
-from server.observe.metrics import FrontEndMetrics
-from tests.server.conftest import prompt_of
+from tests.server.conftest import app_of, prompt_of
 from tests.support.chromium import needs_chromium
 
 
@@ -265,9 +262,7 @@ def test_page_shows_nothing_before_a_key_is_entered(
     engines.view = view(engine(0, running=3))
     engines.script = engines.answer("hello again")
     guarded = msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
-    with served(
-        build_app(make_services(guarded, engines, tokenizer, FrontEndMetrics(guarded)))
-    ) as url:
+    with served(app_of(guarded, engines, tokenizer)) as url:
         browser.open(url)
         browser.wait_until("document.getElementById('state').innerText === 'locked'")
         assert "needs an API key" in text_of(browser, "#trouble")

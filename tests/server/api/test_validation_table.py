@@ -11,12 +11,9 @@ import httpx
 import pytest
 
 from engine.shared.config import ModelConfig
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
-from server.observe.metrics import FrontEndMetrics
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import FakeGenerationClient
+from tests.server.conftest import FakeGenerationClient, app_of
 
 USER = {"role": "user", "content": "hello"}
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -390,7 +387,7 @@ class Asked:
     def __init__(self, tokenizer: ServedTokenizer, runner: asyncio.Runner) -> None:
         config = FrontEndConfig(model=ModelConfig(model="tiny"), http=HttpConfig(max_logprobs=5))
         engines = FakeGenerationClient(tokenizer)
-        app = build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+        app = app_of(config, engines, tokenizer)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://swell")
         self._runner = runner

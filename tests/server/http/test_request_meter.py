@@ -1,4 +1,4 @@
-"""Bodies in small pieces are accepted; test_http_protocol.py shows what is refused."""
+"""What is counted of a body in small pieces; test_http_protocol.py shows all other limits."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from server.http.request_meter import (
     FREE_CHUNKS,
     LimitExceeded,
     MeterLimits,
+    Phase,
     RequestMeter,
 )
 
@@ -39,7 +40,22 @@ def test_one_byte_pieces_are_accepted_up_to_body_limit(meter: RequestMeter) -> N
     assert 6 * LIMITS.body <= sum(fed) <= FRAMING * LIMITS.body + LIMITS.head
 
 
+@pytest.mark.parametrize("size", [1, 100, 999])
+def test_trailers_and_chunk_extensions_are_bounded(meter: RequestMeter, size: int) -> None:
+    for _ in range(LIMITS.head // size):
+        meter.read(size)
+    with pytest.raises(LimitExceeded) as excess:
+        meter.read(size)
+    assert excess.value.status == 431
+
+
 def test_body_in_moderate_chunks_is_accepted(meter: RequestMeter) -> None:
     for _ in range(100 * FREE_CHUNKS):
         meter.chunk()
         meter.body(BYTES_PER_CHUNK)
+
+
+def test_complete_request_leaves_nothing_to_drain(meter: RequestMeter) -> None:
+    meter.end()
+    assert not meter.answered()
+    assert meter.phase is Phase.IDLE

@@ -4,8 +4,9 @@ from msgspec.structs import replace
 
 from engine.shared.messages import AbortRequests, AddRequest, EncoderInput, SamplingParams
 from server.router.delivery import Delivery
-from server.router.events import Action, Count, Send, SendIfReachable
+from server.router.events import Action, Count, Fail, Send, SendIfReachable
 from server.router.failover import Failover
+from server.router.generation_client import NoEngineAvailable
 from server.router.members import EngineLost
 from server.router.request import RoutedRequest
 from server.router.routing import LeastLoaded
@@ -49,6 +50,18 @@ class Harness:
 
 def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions if type(action).__name__ != "Notify"]
+
+
+def test_a_request_that_waits_too_long_fails() -> None:
+    played = Harness(10)
+    request = played.request()
+    played.die(0, 10)
+    assert played.failover.tick(RESUME_TIMEOUT) == []
+    [fail] = played.failover.tick(RESUME_TIMEOUT + 0.1)
+    assert isinstance(fail, Fail)
+    assert fail.request is request
+    assert isinstance(fail.error, NoEngineAvailable)
+    assert not played.delivery.in_flight
 
 
 def test_failed_send_keeps_original_waiting_time() -> None:

@@ -2,7 +2,7 @@
 
 from engine.shared.messages import AddRequest, SamplingParams
 from server.router.failover import Probation
-from server.router.request import RoutedRequest
+from server.router.request import RoutedRequest, Suspicion
 
 HERE = (0, 10)
 
@@ -34,3 +34,12 @@ def test_trials_rotate_and_skip_requests_in_doubt() -> None:
     assert probation.next() is None
     probation.abort_trial(second)
     assert probation.next() is third
+
+
+def test_engine_heard_again_has_not_died() -> None:
+    suspicion = Suspicion()
+    suspicion.left(HERE, was_silent=False)
+    suspicion.exclusive_on = HERE
+    suspicion.engine_alive(HERE)
+    assert not suspicion.in_doubt
+    assert not suspicion.exclusive_on
