@@ -152,16 +152,6 @@ def test_successor_is_not_mistaken_for_predecessor() -> None:
 
 
 @pytest.mark.parametrize("regroup", ["shrink", "wait"])
-def test_group_does_not_wait_for_engine_that_left_on_purpose(
-    regroup: Literal["shrink", "wait"],
-) -> None:
-    group = formed(regroup)
-    group.formation.left(2)
-    del group.engines[2]
-    assert group.settle() == [0, 1]
-
-
-@pytest.mark.parametrize("regroup", ["shrink", "wait"])
 def test_newcomer_is_added_to_group(regroup: Literal["shrink", "wait"]) -> None:
     group = formed(regroup)
     group.add(3)

@@ -20,10 +20,8 @@ from engine.shared.messages import (
     FrontEndAddresses,
     FrontEnds,
     GroupOrder,
-    HeartbeatAck,
     Hello,
     Message,
-    Ready,
     Refused,
     StartDpWave,
     ViewChange,
@@ -88,23 +86,6 @@ def peer(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[
         assert b"Traceback" not in errors, errors.decode()
 
 
-def test_joining_member_is_published_to_all(peer: Peer) -> None:
-    front = peer.subscribe(socket_addresses(peer.address)[0])
-    empty = receive(front, ClusterView)
-    assert isinstance(empty, ClusterView)
-    assert empty.engines == []
-    welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
-    assert isinstance(welcome, Welcome)
-    assert peer.request(Ready("engine", welcome.index, 10)) == HeartbeatAck(
-        welcome.epoch, known=True
-    )
-    while True:
-        view = receive(front, ClusterView)
-        assert isinstance(view, ClusterView)
-        if view.engines and view.engines[0].ready:
-            break
-
-
 def test_stats_reach_front_ends_and_notices_reach_engines(peer: Peer) -> None:
     welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
     assert isinstance(welcome, Welcome)
@@ -153,18 +134,6 @@ def test_changes_are_published_and_new_subscribers_get_a_full_view(peer: Peer) -
     assert isinstance(whole, ClusterView)
     assert [each.rank for each in whole.engines] == [0]
     assert whole.version > change.view.version
-
-
-def test_engines_are_notified_of_a_front_end_immediately(peer: Peer) -> None:
-    welcome = peer.request(Hello("engine", 0, 10, "h", 1, protocol=PROTOCOL_VERSION))
-    assert isinstance(welcome, Welcome)
-    back = peer.subscribe(welcome.publish_address)
-    nobody = receive(back, GroupOrder)
-    addresses = FrontEndAddresses("ipc://r", "ipc://o")
-    peer.request(Hello("front_end", 0, 50, "h", 2, {}, addresses, protocol=PROTOCOL_VERSION))
-    order = next_order(back, nobody)
-    assert isinstance(order, FrontEnds)
-    assert [entry.addresses for entry in order.front_ends] == [addresses]
 
 
 def test_malformed_messages_on_every_socket_are_harmless(peer: Peer) -> None:

@@ -27,7 +27,6 @@ from engine.shared.messages import (
     Goodbye,
     GroupStatus,
     Heartbeat,
-    HeartbeatAck,
     Hello,
     Ready,
     Refused,
@@ -213,11 +212,6 @@ def test_a_late_goodbye_of_a_predecessor_does_not_remove_its_successor(cluster: 
     assert [entry.incarnation for entry in cluster.state.view().engines] == [11]
 
 
-def test_unknown_member_is_told_to_register_again(cluster: Cluster) -> None:
-    ack = reply(cluster.send(FromMember(b"x", Heartbeat("engine", 3, 99))))
-    assert ack == HeartbeatAck(EPOCH, known=False)
-
-
 def test_a_silent_member_is_dropped_and_published_at_once(cluster: Cluster) -> None:
     cluster.engine(0, 10)
     cluster.send(Tick(), after=4.9)
@@ -282,23 +276,6 @@ def test_stats_alone_are_not_published_to_front_ends_that_serve_one_engine_each(
     cluster.stats(0, 10, 53, running=1)
     assert only(cluster.stats(0, 10, 54, running=2), PublishView) == []
     assert only(cluster.send(Tick(), after=0.2), PublishView)
-
-
-def test_supervisor_can_report_death_without_knowing_number(
-    cluster: Cluster,
-) -> None:
-    cluster.engine(0, 10)
-    cluster.engine(1, 11)
-    cluster.send(FromMember(b"s", Goodbye("engine", -1, 10)))
-    assert [entry.rank for entry in cluster.state.view().engines] == [1]
-
-
-def test_steady_stats_do_not_delay_publication(cluster: Cluster) -> None:
-    cluster.engine(0, 10)
-    cluster.stats(0, 10, 1, running=1)
-    cluster.now += 0.11
-    (published,) = only(cluster.stats(0, 10, 2, running=5), PublishView)
-    assert published.view.engines[0].stats.running == 5
 
 
 def test_an_unchanged_cluster_is_published_every_few_seconds(cluster: Cluster) -> None:

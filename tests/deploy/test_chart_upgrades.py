@@ -29,6 +29,7 @@ class Upgrade(NamedTuple):
     others: Iterable[str] = ()
 
 
+KEYS = ("apiKeys", "adminKey", "metricsKey", "clusterKey")
 UPGRADES = {
     "model": Upgrade(("model.name=a",), ("model.name=b",), {API, ENGINE}),
     "image": Upgrade((), ("image.tag=0.2.0",), {API, COORDINATOR, ENGINE}, TEST),
@@ -36,8 +37,8 @@ UPGRADES = {
     "to autoscaling": Upgrade(SIZES, SCALED, (), {API, ENGINE, *SCALERS}),
     "back from autoscaling": Upgrade(SCALED, SIZES, (), {API, ENGINE, *SCALERS}),
     "keys": Upgrade(
-        ("apiKeys.value=a", "adminKey.value=a", "clusterKey.value=a"),
-        ("apiKeys.value=b", "adminKey.value=b", "clusterKey.value=b"), (), {"Secret/demo-swell"},
+        tuple(f"{kind}.value=a" for kind in KEYS), tuple(f"{kind}.value=b" for kind in KEYS),
+        (), {"Secret/demo-swell"},
     ),
     "to GPUs": Upgrade((), ("engine.gpus=1",), {ENGINE}),
     "more GPUs": Upgrade(("engine.gpus=1",), ("engine.gpus=4",), {ENGINE}),

@@ -309,6 +309,12 @@ def tokenizer_with(backend: Tokenizer, template: str, *added: AddedToken) -> Ser
     )
 
 
+def prompt_of(engines: Any) -> str:
+    """Return the text of the last prompt that was sent to scripted engines."""
+    ids = engines.streams[-1].prompt_token_ids
+    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+
+
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
     return byte_level_tokenizer()
@@ -370,6 +376,19 @@ def app(
     return build_app(make_services(config, engines, tokenizer, front_end_metrics))
 
 
+def tiny(**settings: Any) -> FrontEndConfig:
+    """Return the settings of a front end that serves the model `tiny`."""
+    model = ModelConfig(model="org/tiny", served_model_name=("tiny",))
+    return FrontEndConfig(model=model, **settings)
+
+
+def app_of(
+    config: FrontEndConfig, engines: Any, tokenizer: ServedTokenizer, **services: Any
+) -> FastAPI:
+    """Return the app of a front end with these settings and services."""
+    return build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config), **services))
+
+
 @pytest.fixture
 def whole_app(
     config: FrontEndConfig,
@@ -384,9 +403,7 @@ def whole_app(
         http=msgspec.structs.replace(config.http, enable_tokenizer_info_endpoint=True),
     )
     store = ResponseStore(sqlite_backend(tmp_path / "whole.sqlite", 1 << 24, 3600.0))
-    yield build_app(
-        make_services(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
-    )
+    yield app_of(settings, engines, tokenizer, store=store)
     store.close()
 
 
@@ -464,9 +481,7 @@ def http_of(
     engines: FakeGenerationClient, tokenizer: ServedTokenizer
 ) -> Callable[[FrontEndConfig], Http]:
     """Return a function that creates a client of an app with other settings."""
-    return lambda config: Http(
-        build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
-    )
+    return lambda config: Http(app_of(config, engines, tokenizer))
 
 
 VECTOR_SIZE = 8
@@ -517,8 +532,7 @@ def pooling_http(
         spec = PoolingSpec(**given)
         engines.script = vectors(spec.size)
         tokenizer = ServedTokenizer(framed(backend), eos_token_ids=[0])
-        metrics = FrontEndMetrics(config)
-        return Http(build_app(make_services(config, engines, tokenizer, metrics, pooling=spec)))
+        return Http(app_of(config, engines, tokenizer, pooling=spec))
 
     return make
 

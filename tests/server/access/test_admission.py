@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestOutput
 from server.access.admission import LONGEST_RETRY_AFTER, Admission, DrainRate, Overloaded
 from server.access.admission_table import AdmissionTable, Totals, create_admission_table
-from server.api.services import make_services
-from server.app import build_app
-from server.config import FrontEndConfig, HttpConfig, OverloadConfig
-from server.observe.metrics import FrontEndMetrics
-from tests.server.conftest import Http
+from server.config import FrontEndConfig, OverloadConfig
+from tests.server.conftest import Http, app_of, tiny
 
 ROOT = Path(__file__).parents[3]
 
@@ -120,20 +116,6 @@ def test_request_larger_than_queue_is_accepted_if_alone() -> None:
         node.reserve(50, 1, 0.0)
 
 
-def test_queue_is_shared_by_front_ends_of_a_node(tmp_path: Path) -> None:
-    create_admission_table(tmp_path, 2)
-    here, there = (admission(tmp_path, index, max_queue=3) for index in range(2))
-    slot = here.reserve(1, 10, 0.0)
-    there.reserve(2, 10, 0.0)
-    for node in (here, there):
-        with pytest.raises(Overloaded):
-            node.reserve(1, 10, 0.0)
-    slot.release()
-    there.reserve(1, 10, 0.0)
-    with pytest.raises(Overloaded):
-        here.reserve(1, 10, 0.0)
-
-
 def test_bursts_through_several_processes_fill_the_queue_exactly(tmp_path: Path) -> None:
     create_admission_table(tmp_path, 3)
     limit = 2000
@@ -208,11 +190,7 @@ def test_the_drain_rate_forgets_old_samples() -> None:
 class TestOverHttp:
     @pytest.fixture
     def config(self) -> FrontEndConfig:
-        return FrontEndConfig(
-            model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-            http=HttpConfig(max_logprobs=5),
-            overload=OverloadConfig(max_queue=1, max_queue_tokens=50),
-        )
+        return tiny(overload=OverloadConfig(max_queue=1, max_queue_tokens=50))
 
     def fill(self, app: Any, engines: Any, count: int, **fields: Any) -> list[Any]:
         """Send requests at once; only refused ones are answered; then disconnect."""
@@ -267,11 +245,7 @@ class TestOverHttp:
         """Refusing costs next to nothing."""
         create_admission_table(tmp_path / "table", 2)
         table = AdmissionTable(tmp_path / "table", 0)
-        http = Http(
-            build_app(
-                make_services(config, engines, tokenizer, FrontEndMetrics(config), table=table)
-            )
-        )
+        http = Http(app_of(config, engines, tokenizer, table=table))
         others = admission(tmp_path / "table", 1, slots=engines.num_slots, max_queue=1)
         others.reserve(engines.num_slots + 1, 1, now=0.0)
         read: list[str] = []

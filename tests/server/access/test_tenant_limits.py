@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from engine.shared.config import ModelConfig
 from server.access.admission import Admission, Overloaded
 from server.access.admission_table import (
     TENANT_SLOTS,
@@ -18,7 +17,8 @@ from server.access.admission_table import (
     create_admission_table,
 )
 from server.access.tenants import named_tenant
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, OverloadConfig, TenantConfig
+from server.config import FrontEndConfig, GuardConfig, OverloadConfig, TenantConfig
+from tests.server.conftest import tiny
 
 ROOT = Path(__file__).parents[3]
 HOG, GUEST, OTHER = 3, 7, TENANT_SLOTS - 1
@@ -78,7 +78,7 @@ def test_request_larger_than_queue_blocks_no_other_tenant() -> None:
     admission = node(slots=2, max_queue=8)
     with pytest.raises(Overloaded):
         admission.reserve(2000, 1, 0.0, HOG)
-    assert admission.table.totals() == Totals(0, 0)
+    assert admission.table.of_tenant(HOG) == admission.table.totals() == Totals(0, 0)
     admission.reserve(1, 1, 0.0, GUEST)
 
 
@@ -161,20 +161,10 @@ def test_reservations_of_killed_front_end_are_released(tmp_path: Path) -> None:
     assert survivor.table.of_tenant(OTHER) == Totals(0, 0)
 
 
-def test_a_refused_reservation_leaves_no_trace_of_its_tenant() -> None:
-    admission = node(max_sequences_per_key=3)
-    for _ in range(50):
-        with pytest.raises(Overloaded):
-            admission.reserve(4, 9, 0.0, HOG)
-    assert admission.table.of_tenant(HOG) == admission.table.totals() == Totals(0, 0)
-
-
 class TestOverHttp:
     @pytest.fixture
     def config(self) -> FrontEndConfig:
-        return FrontEndConfig(
-            model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-            http=HttpConfig(max_logprobs=5),
+        return tiny(
             guards=GuardConfig(api_key=("ann", "bob")),
             tenants=TenantConfig(max_sequences_per_key=4),
         )

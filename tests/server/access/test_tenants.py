@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.shared.config import ModelConfig, SchedulerConfig
+from engine.shared.config import SchedulerConfig
 from server.access.guards import keys_for
 from server.access.tenants import EVERYBODY, Tenancy, named_tenant
-from server.config import FrontEndConfig, GuardConfig, HttpConfig, ServeConfig, TenantConfig
+from server.config import FrontEndConfig, GuardConfig, ServeConfig, TenantConfig
+from tests.server.conftest import tiny
 
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},
@@ -22,9 +23,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def config_of(*keys: str, **tenants: Any) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-        http=HttpConfig(max_logprobs=5),
+    return tiny(
         guards=GuardConfig(api_key=keys),
         tenants=TenantConfig(**tenants),
     )
@@ -96,18 +95,6 @@ class TestOverHttp:
         assert len(set(seen)) == 2
         assert EVERYBODY.id not in seen
 
-    def test_priorities_need_the_operator_key_if_there_are_keys(
-        self, http: Any, engines: Any
-    ) -> None:
-        body = {"prompt": "x", "priority": -5}
-        answer = http.post("/v1/completions", body, headers=bearer("ann"))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "priority"
-        assert answer.json()["error"]["code"] == "priority_not_allowed"
-        assert engines.streams == []
-        body["priority"] = 0
-        assert http.post("/v1/completions", body, headers=bearer("ann")).status_code == 200
-
 
 class TestAllowances:
     @pytest.mark.parametrize(
@@ -134,39 +121,8 @@ class TestAllowances:
         with pytest.raises(ValueError, match="scheduling_policy"):
             ServeConfig(tenants=TenantConfig(allow_priority=True))
 
-    def test_rank_pinning_is_allowed_without_keys_or_by_setting(self) -> None:
-        assert FrontEndConfig().allows_rank_pinning
-        assert not config_of("k").allows_rank_pinning
-        assert config_of("k", allow_rank_pinning=True).allows_rank_pinning
-
 
 class TestCachedPrompts:
-    def test_requests_with_different_salts_share_nothing(self, http: Any, engines: Any) -> None:
-        for salt in ("red", "red", "blue", None):
-            http.complete(cache_salt=salt)
-        http.chat(cache_salt="red")
-        roots = [stream.cache_root for stream in engines.streams]
-        assert roots[0] == roots[1] == roots[4]
-        assert roots[3] == b""
-        assert len(set(roots)) == 3
-        assert len(roots[0]) == 16
-
-    def test_a_salt_works_for_responses(self, http: Any, engines: Any) -> None:
-        http.complete(cache_salt="red")
-        answer = http.post("/v1/responses", {"input": "hi", "cache_salt": "red"})
-        assert answer.status_code == 200
-        assert engines.streams[1].cache_root == engines.streams[0].cache_root
-
-    def test_any_text_is_a_salt(self, http: Any, engines: Any) -> None:
-        body = b'{"prompt": "x", "cache_salt": "\\u0000\\u00e9"}'
-        answer = http.request(
-            "POST",
-            "/v1/completions",
-            content=body,
-            headers={"content-type": "application/json"},
-        )
-        assert answer.status_code == 200
-
     def test_isolated_tenants_find_only_their_own_prefixes(self) -> None:
         ann, bob = named_tenant("ann"), named_tenant("bob")
         shared, isolated = tenancy(), tenancy(prefix_cache_isolation="tenant")

@@ -357,25 +357,6 @@ def test_call_ids_fit_the_template_of_the_model() -> None:
     assert HERMES.new_id().startswith("call_")
 
 
-def test_list_of_calls_is_parsed() -> None:
-    text = f"[{PLAIN}, {WEATHER}]"
-    expected = [Call("add", '{"a": 1}'), CALLS[1]]
-    assert read(JSON_LIST, [text]) == Message(None, None, expected)
-    assert read(JSON_LIST, list(text)) == Message(None, None, expected)
-
-
-def test_parallel_calls_can_be_reduced_to_the_first() -> None:
-    text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>"
-    assert read(HERMES, [text], parallel=False).calls == CALLS[:1]
-
-
-def test_call_name_is_emitted_once_before_arguments() -> None:
-    parts = all_parts(AnswerReader(None, HERMES.parser(FUNCTIONS)), list(f"<tool_call>{WEATHER}"))
-    kinds = [type(part).__name__ for part in parts]
-    assert kinds[0] == "CallBegin"
-    assert set(kinds[1:]) == {"CallArguments"}
-
-
 def test_arguments_are_streamed() -> None:
     reader = AnswerReader(None, HERMES.parser(FUNCTIONS))
     parts = reader.push('<tool_call>{"name": "add", "arguments": {"a": "so fa')

@@ -5,10 +5,10 @@ from server.answer.reader import AnswerReader
 from server.answer.reasoning import REASONING_FORMATS, THINK, ReasoningReader
 
 
-def read(text: str, *, inside: bool, show: bool = True) -> Message:
-    reader = AnswerReader(ReasoningReader(THINK, inside=inside), None, show_reasoning=show)
+def read(text: str, *, inside: bool) -> Message:
+    reader = AnswerReader(ReasoningReader(THINK, inside=inside), None)
     whole = whole_message(reader.push(text) + reader.finish())
-    reader = AnswerReader(ReasoningReader(THINK, inside=inside), None, show_reasoning=show)
+    reader = AnswerReader(ReasoningReader(THINK, inside=inside), None)
     pieces = [part for character in text for part in reader.push(character)]
     assert whole_message(pieces + reader.finish()) == whole
     return whole
@@ -35,10 +35,6 @@ def test_reasoning_is_split_off(
     text: str, inside: bool, reasoning: str | None, content: str | None
 ) -> None:
     assert read(text, inside=inside) == Message(reasoning, content, [])
-
-
-def test_reasoning_can_be_omitted() -> None:
-    assert read("<think>hm</think>Yes.", inside=False, show=False) == Message(None, "Yes.", [])
 
 
 @pytest.mark.parametrize(

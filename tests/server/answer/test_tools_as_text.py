@@ -19,17 +19,6 @@ def test_tools_are_described_after_the_system_message() -> None:
     assert turns[1] == turn("user", "hello")
 
 
-def test_tools_without_system_message_add_one() -> None:
-    turns = with_tools_as_text([turn("user", "hello")], [WEATHER])
-    assert [each["role"] for each in turns] == ["system", "user"]
-
-
-def test_templates_without_system_role_get_it_in_first_user_message() -> None:
-    turns = with_tools_as_text([turn("user", "hello")], [WEATHER], in_system=False)
-    assert [each["role"] for each in turns] == ["user"]
-    assert turns[0]["content"].endswith("\n\nhello")
-
-
 def test_calls_and_results_become_text_in_alternating_turns() -> None:
     turns = with_tools_as_text(
         [

@@ -178,12 +178,6 @@ def test_list_of_only_whitespace_is_empty() -> None:
     assert refusal(CompletionRequest, blank) == refusal(CompletionRequest, b'{"prompt": []}')
 
 
-def test_all_named_token_ids_are_read() -> None:
-    body = f'{{"prompt": "a", "stop_token_ids": {IDS}}}'.encode()
-    read = asyncio.run(read_body(CompletionRequest, body))
-    assert read.stop_token_ids == json.loads(IDS)
-
-
 @pytest.mark.parametrize(
     ("model", "field", "rest"),
     [

@@ -2,12 +2,9 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import prompt_of
+
 TEXT = "hello 你好 world 🙂"
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def test_a_chat_completion_has_a_message(http: Any, engines: Any) -> None:
@@ -59,19 +56,6 @@ def test_logprobs_name_tokens_and_their_bytes(http: Any, engines: Any) -> None:
     assert all(len(score["top_logprobs"]) == 2 for score in content)
     content = http.chat(logprobs=True)["choices"][0]["logprobs"]["content"]
     assert all(score["top_logprobs"] == [] for score in content)
-
-
-def test_every_streamed_choice_starts_with_its_role(http: Any) -> None:
-    events = http.stream(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}
-    )
-    roles = [
-        choice["index"]
-        for event in events
-        for choice in event["choices"]
-        if "role" in choice["delta"]
-    ]
-    assert sorted(roles) == [0, 1, 2]
 
 
 def test_text_parts_are_joined_and_roles_rendered(http: Any, engines: Any) -> None:

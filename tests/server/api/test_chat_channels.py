@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
 from server.answer.harmony import MARKERS
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
@@ -40,8 +39,7 @@ def template() -> str:
 
 @pytest.fixture
 def config() -> FrontEndConfig:
-    model = ModelConfig(model="org/tiny", served_model_name=("tiny",))
-    return FrontEndConfig(model=model, answer=AnswerConfig())
+    return tiny(answer=AnswerConfig())
 
 
 def test_channels_are_parsed_without_flags(http: Any, engines: Any) -> None:
@@ -100,9 +98,7 @@ def test_tools_are_described_to_models_whose_template_does_not_render_them(
         ],
     )["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == CALLED
-    prompt = engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     assert prompt.startswith("[system]You can call functions.")
     assert prompt.endswith("[user]<tool_response>\n42\n</tool_response>")
 
@@ -113,7 +109,5 @@ def test_tools_are_described_to_models_whose_template_does_not_render_them(
 )  # fmt: skip
 def test_template_without_system_role_gets_no_system_message(http: Any, engines: Any) -> None:
     http.chat(tools=[ADD])
-    prompt = engines.tokenizer.decode(
-        engines.streams[-1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     assert prompt.startswith("[user]You can call functions.")

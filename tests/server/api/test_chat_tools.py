@@ -1,23 +1,17 @@
 """Tool calls and reasoning in chat completions, from the request to the stream."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from engine.shared.messages import LarkGrammar
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
-from server.observe.metrics import FrontEndMetrics
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import app_of, prompt_of, tiny, tokenizer_with
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -44,8 +38,6 @@ FORCED = {"type": "function", "function": {"name": "get_weather"}}
 THINKER_NAMES = ["qwen3", "deepseek_r1"]
 THINKERS = [AnswerConfig(reasoning_parser="qwen3"), AnswerConfig(reasoning_parser="deepseek_r1")]
 
-MakeApp = Callable[..., FastAPI]
-
 
 @pytest.fixture
 def tokenizer(backend: Tokenizer) -> ServedTokenizer:
@@ -60,14 +52,7 @@ def tokenizer(backend: Tokenizer) -> ServedTokenizer:
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
     answer = getattr(request, "param", AnswerConfig(reasoning_parser="qwen3"))
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), answer=answer
-    )
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
+    return tiny(answer=answer)
 
 
 def added_up(events: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str | None]]:
@@ -144,14 +129,15 @@ def test_the_tokens_of_a_conversation_with_tools_can_be_counted(http: Any, engin
 def test_truncated_forced_call_shows_no_markup(
     http: Any, engines: Any, config: FrontEndConfig, num_calls: int, streamed: bool
 ) -> None:
+    """vllm-project/vllm#47903: the last of several calls ends before its arguments."""
     tagged = config.answer.tool_call_parser == "auto"
-    text = f"{CALL}\n<tool_call>" if tagged else '[{"name": "get_weather", "parameters": {}}, {"na'
-    if not num_calls:
-        text = '<tool_call>\n{"na' if tagged else '[{"na'
-    engines.script = engines.answer(text)
-    message = answered(http, streamed, tools=[WEATHER], tool_choice="required")
-    assert not message.get("content")
-    assert len(message.get("tool_calls", ())) == num_calls
+    call = f"{CALL}\n" if tagged else '{"name": "get_weather", "parameters": {}}, '
+    for cut in (3, 12, 13, 20, 29):
+        text = call * num_calls + call[:cut]
+        engines.script = engines.answer(text if tagged else f"[{text}")
+        message = answered(http, streamed, tools=[WEATHER], tool_choice="required")
+        assert not message.get("content"), cut
+        assert len(message.get("tool_calls", ())) == num_calls, cut
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -351,17 +337,17 @@ def test_no_calls_without_tools(http: Any, engines: Any) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_unused_tools_stay_in_prompt_by_default(http: Any, engines: Any) -> None:
-    http.chat(tools=[WEATHER], tool_choice="none")
-    assert prompt_of(engines).startswith("<tools>")
-
-
 @pytest.mark.parametrize(
-    "config", [AnswerConfig(exclude_tools_when_tool_choice_none=True)], indirect=True
+    ("config", "start"),
+    [
+        (AnswerConfig(), "<tools>"),
+        (AnswerConfig(exclude_tools_when_tool_choice_none=True), "<|user|>"),
+    ],
+    indirect=["config"],
 )
-def test_unused_tools_can_be_omitted(http: Any, engines: Any) -> None:
+def test_unused_tools_are_omitted_if_configured(http: Any, engines: Any, start: str) -> None:
     http.chat(tools=[WEATHER], tool_choice="none")
-    assert prompt_of(engines).startswith("<|user|>")
+    assert prompt_of(engines).startswith(start)
 
 
 def test_calls_and_their_results_are_rendered(http: Any, engines: Any) -> None:
@@ -470,7 +456,7 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     config = FrontEndConfig(answer=answer)
     with pytest.raises(ValueError, match="--reasoning-tags"):
-        build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+        app_of(config, engines, tokenizer)
 
 
 def test_half_a_surrogate_pair_in_arguments_of_earlier_calls_is_replaced(

@@ -88,12 +88,6 @@ def test_stream_adds_up_to_the_full_answer(http: Any, engines: Any, seed: int) -
     assert choices[-1]["finish_reason"] == expected["finish_reason"] == "stop"
 
 
-def test_without_include_usage_no_chunk_has_usage(http: Any) -> None:
-    events = http.stream("/v1/completions", {"prompt": "hello"})
-    assert all("usage" not in event for event in events)
-    assert all(len(event["choices"]) == 1 for event in events)
-
-
 def test_incomplete_characters_are_not_sent(http: Any, engines: Any) -> None:
     engines.script = engines.answer("🙂")
     events = http.stream("/v1/completions", {"prompt": "hello"})
@@ -206,14 +200,6 @@ def test_token_ids_are_returned_if_requested(http: Any, engines: Any) -> None:
     assert [token_id for part in choices for token_id in part["token_ids"]] == choice["token_ids"]
     assert choices[0]["prompt_token_ids"] == [5, 6]
     assert all("prompt_token_ids" not in part for part in choices[1:])
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(2, [6, 7]), (-1, [5, 6, 7]), (9, [5, 6, 7])])
-def test_prompts_can_be_truncated_to_their_end(
-    http: Any, engines: Any, keep: int, kept: list[int]
-) -> None:
-    http.complete(prompt=[5, 6, 7], truncate_prompt_tokens=keep)
-    assert engines.streams[0].prompt_token_ids == kept
 
 
 def test_default_max_tokens_is_limited_to_context(http: Any, engines: Any) -> None:

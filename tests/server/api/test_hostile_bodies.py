@@ -1,31 +1,13 @@
 """The attacks on fields cover every field of every operation."""
 
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import pytest
 from fastapi import FastAPI
 
 from benchmarks.hostile.bodies import bodies
 from benchmarks.hostile.operations import ADMIN_OPERATIONS, OPERATIONS, keep_something, named
 from benchmarks.hostile.trial import piece
-from server.api.services import make_services
-from server.app import build_app
-from server.config import FrontEndConfig
-from server.observe.metrics import FrontEndMetrics
-from server.store.service import ResponseStore
-from tests.support.stores import sqlite_backend
-
-
-@pytest.fixture
-def app(config: FrontEndConfig, engines: Any, tokenizer: Any, tmp_path: Path) -> Iterator[FastAPI]:
-    engines.context = 4096
-    store = ResponseStore(sqlite_backend(tmp_path / "responses.sqlite", 1 << 24, 3600.0))
-    yield build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config), store=store))
-    store.close()
+from tests.server.conftest import Http
 
 
 def fields_of(schema: dict[str, Any], document: dict[str, Any]) -> set[str]:
@@ -59,20 +41,18 @@ def test_attack_parts_cover_all_attacks() -> None:
     assert [*piece(range(10), (1, 1))] == [*range(10)]
 
 
-@pytest.mark.slow  # it opens a socket
-def test_valid_bodies_are_accepted(app: FastAPI, served: Any) -> None:
+def test_valid_bodies_are_accepted(whole_app: FastAPI, engines: Any) -> None:
     """An invalid field is tested with all other fields valid."""
-    with served(app) as url:
+    engines.context, http = 4096, Http(whole_app)
 
-        def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            body = body | ({"model": "tiny"} if "model" in body else {})
-            headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
-            asked = urllib.request.Request(url + path, msgspec.json.encode(body), headers)
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                found: dict[str, Any] = msgspec.json.decode(answer.read())
-            return found
+    def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        body = body | ({"model": "tiny"} if "model" in body else {})
+        answer = http.post(path, body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
 
-        kept = keep_something(ask)
-        for operation in OPERATIONS.values():
-            for right in () if operation.pools else operation.rights:
-                ask(operation.path.format(**kept), named(right, kept))
+    kept = keep_something(ask)
+    for operation in OPERATIONS.values():
+        for right in () if operation.pools else operation.rights:
+            ask(operation.path.format(**kept), named(right, kept))

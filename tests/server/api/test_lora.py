@@ -1,6 +1,5 @@
 """Adapters over HTTP: named as models, loaded and unloaded by administrators."""
 
-import json
 from typing import Any
 
 import pytest
@@ -152,8 +151,3 @@ def test_an_adapter_with_the_models_own_name_does_not_shadow_it(
     assert engines.streams[-1].adapter == ""
     listed = [each["id"] for each in http.get("/v1/models").json()["data"]]
     assert listed == ["tiny", "also-tiny"]
-
-
-def test_openapi_document_describes_adapter_endpoints(admin: Any) -> None:
-    document = json.loads(admin.get("/openapi.json").text)
-    assert {LOAD, UNLOAD} <= document["paths"].keys()

@@ -8,11 +8,10 @@ import pytest
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig, GuardConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
 if TYPE_CHECKING:
     import anthropic  # takes a second, in each process that collects these tests
@@ -44,8 +43,7 @@ def tokenizer(backend: Tokenizer) -> ServedTokenizer:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+    return tiny(
         answer=AnswerConfig(reasoning_parser="qwen3"),
         guards=getattr(request, "param", GuardConfig()),
     )
@@ -61,11 +59,6 @@ def client(served: Any, app: FastAPI, engines: Any) -> "Iterator[anthropic.Anthr
         anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as made,
     ):
         yield made
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def test_text_message_is_answered(client: "anthropic.Anthropic", engines: Any) -> None:

@@ -9,11 +9,11 @@ import pytest
 from fastapi import FastAPI
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
-from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import tiny
 
 TEXT = (
     "<think>hm</think>Let me see.\n<tool_call>\n"
@@ -39,10 +39,7 @@ def tokenizer(tokenizer: ServedTokenizer) -> ServedTokenizer:
 
 @pytest.fixture
 def config() -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
-        answer=AnswerConfig(reasoning_parser="qwen3"),
-    )
+    return tiny(answer=AnswerConfig(reasoning_parser="qwen3"))
 
 
 @pytest.fixture

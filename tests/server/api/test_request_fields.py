@@ -11,8 +11,6 @@ from engine.shared.config import ModelConfig
 from engine.shared.messages import RequestOutput, RequestTiming
 from server.answer.formats import AnswerFormats
 from server.answer.tool_choice import ToolUse
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
 from server.config.answer import AnswerConfig
 from server.generate.conversation import rendered
@@ -20,11 +18,10 @@ from server.generate.grammar_check import GrammarCheck
 from server.generate.model import ServedModel
 from server.generate.request import Conversation
 from server.limits import MAX_ECHO
-from server.observe.metrics import FrontEndMetrics
 from server.schema.messages import ChatMessage
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import Http, tokenizer_with
+from tests.server.conftest import Http, app_of, tokenizer_with
 
 USER = {"role": "user", "content": "hello"}
 
@@ -98,8 +95,11 @@ def test_prompt_is_truncated_at_requested_side(
     text = "the quick brown fox jumps"
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = text if source == "text" else ids
-    for side, kept in (("left", ids[-3:]), ("right", ids[:3]), (None, ids[-3:])):
-        http.complete(prompt=prompt, truncate_prompt_tokens=3, truncation_side=side)
+    for side, keep, kept in (
+        ("left", 3, ids[-3:]), ("right", 3, ids[:3]), (None, 3, ids[-3:]),
+        (None, -1, ids), (None, 99, ids),
+    ):  # fmt: skip
+        http.complete(prompt=prompt, truncate_prompt_tokens=keep, truncation_side=side)
         assert engines.streams[-1].prompt_token_ids == kept
 
 
@@ -194,7 +194,7 @@ def test_a_chat_template_gets_the_verbosity(
     config: Any, engines: Any, backend: Any, path: str, body: dict[str, Any]
 ) -> None:
     tokenizer = tokenizer_with(backend, "{{ verbosity }}")
-    http = Http(build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config))))
+    http = Http(app_of(config, engines, tokenizer))
     assert http.post(path, {"model": "tiny", **body}).status_code == 200
     [stream] = engines.streams
     assert tokenizer.decode(stream.prompt_token_ids, skip_special_tokens=False) == "low"

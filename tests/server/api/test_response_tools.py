@@ -10,8 +10,8 @@ from engine.shared.messages import LarkGrammar
 from server.api.responses import schema
 from server.api.responses.tools import chosen, offered_tools
 from server.text.tokenizer import ServedTokenizer
-from tests.server.api.test_chat_tools import TEMPLATE, prompt_of
-from tests.server.conftest import tokenizer_with
+from tests.server.api.test_chat_tools import TEMPLATE
+from tests.server.conftest import prompt_of, tokenizer_with
 from tests.support.cpu_time import grows_no_faster_than_input
 
 G = {"type": "function", "name": "g", "parameters": {"type": "object", "properties": {}}}
@@ -68,19 +68,6 @@ def test_functions_of_a_namespace_are_called_by_both_names(http: Any, engines: A
     assert "namespace" not in item
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "web_search"}, {"type": "web_search", "name": "web_search"},
-               {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}]
-)  # fmt: skip
-def test_required_hosted_tool_is_refused(http: Any, choice: Any) -> None:
-    body = {"model": "tiny", "input": "hi", "tools": [SEARCH], "tool_choice": choice}
-    answer = http.post("/v1/responses", body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == "tool_choice"
-    assert "web_search" in error["message"]
-
-
 def test_local_shell_is_called_with_a_command(http: Any, engines: Any) -> None:
     calls(engines, "local_shell", {"command": ["ls", "-l"], "timeout_ms": 5})
     engines.context = 4096
@@ -128,28 +115,6 @@ def test_lark_grammar_of_custom_tool_is_enforced(http: Any, engines: Any) -> Non
     assert r'start: "*** Begin" terminal_lf' in grammar.text
     assert "input_grammar" not in prompt_of(engines)
     assert "The input matches this lark grammar" in prompt_of(engines)
-
-
-def test_hosted_tool_items_are_omitted(http: Any, engines: Any) -> None:
-    hosted = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}}
-    respond(http, input=[{"role": "user", "content": "hi"}, hosted])
-    assert prompt_of(engines) == "<|user|>hi<|end|><|assistant|>"
-
-
-def test_omitted_tool_image_is_mentioned(http: Any, engines: Any) -> None:
-    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-    call = {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": [image]}
-    respond(http, input=[{"role": "user", "content": "hi"}, call, output])
-    assert "[input_image omitted: this model reads text]" in prompt_of(engines)
-
-
-@pytest.mark.parametrize("instructions", [None, "be brief"])
-def test_no_input_is_an_empty_turn_of_the_user(
-    http: Any, engines: Any, instructions: str | None
-) -> None:
-    respond(http, input=[], instructions=instructions, max_output_tokens=1)
-    assert prompt_of(engines).endswith("<|user|><|end|><|assistant|>")
 
 
 @pytest.mark.parametrize(("arguments", "status"), [('{"a": 1}', "completed"), ("{", "incomplete")])
@@ -200,12 +165,6 @@ def test_tools_of_all_items_are_bounded_in_total_by_name(
     spaces = [{**AGENTS, "name": f"n{item}", "tools": [G] * 600} for item in range(2)]
     answer = http.post("/v1/responses", {"model": "tiny", "input": "hi", "tools": spaces})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-
-
-def test_turn_with_too_many_calls_is_refused_by_name(http: Any) -> None:
-    call = {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}"}
-    answer = http.post("/v1/responses", {"model": "tiny", "input": [call] * 129})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[128]")
 
 
 def allowing(number: int) -> schema.ResponsesRequest:

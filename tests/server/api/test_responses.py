@@ -6,23 +6,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from engine.shared.config import ModelConfig
 from server.config import FrontEndConfig, HttpConfig
 from server.config.answer import AnswerConfig
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import tokenizer_with
+from tests.server.api.test_chat_tools import TEMPLATE, TWO_CALLS
+from tests.server.conftest import prompt_of, tiny, tokenizer_with
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}:"
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if think %}<think>\n{% endif %}{% endif %}"
-)
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
 WEATHER = {
     "type": "function",
     "name": "get_weather",
@@ -31,7 +20,6 @@ WEATHER = {
 NOW = {"type": "function", "name": "now"}
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a line."}
 DIGITS = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
-LARK = {**DIGITS, "syntax": "lark", "definition": 'start: /[0-9]+/ | "\\"" /.*/'}
 SEARCH = {"type": "web_search"}
 EVERYTHING = f"<think>\nhm\n</think>\n\n{TWO_CALLS}"
 
@@ -43,19 +31,13 @@ def tokenizer(backend: Tokenizer) -> ServedTokenizer:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+    return tiny(
         http=HttpConfig(max_logprobs=5),
         answer=getattr(request, "param", AnswerConfig(reasoning_parser="qwen3")),
     )
 
 
 plain = pytest.mark.parametrize("config", [AnswerConfig()], indirect=True)
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def respond(http: Any, **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.route import LARGE, ApiRoute, read_body
 from server.api.services import ServicesDep
-from server.config import FrontEndConfig, GuardConfig
+from server.config import GuardConfig
 from server.http.call import Call
 from server.schema.body import RequestBody
 from tests.server.http.test_http_protocol import served
@@ -64,17 +64,6 @@ def test_operation_with_unsupported_parameters_is_refused_at_definition() -> Non
             ApiRoute("/asks", operation, methods=["POST"])
     with pytest.raises(AssertionError, match="asks"):
         ApiRoute("/{asks}", numbers, methods=["POST"])
-
-
-def test_other_methods_of_its_path_are_refused(http: Any) -> None:
-    answer = http.get("/v1/completions")
-    assert answer.status_code == 405
-    assert answer.json()["error"]["code"] == "method_not_allowed"
-
-
-def test_guards_run_before_the_router(http_of: Any) -> None:
-    config = FrontEndConfig(guards=GuardConfig(api_key=("secret",)))
-    assert http_of(config).post("/v1/completions", {"prompt": "x"}).status_code == 401
 
 
 async def test_head_is_answered_like_get_without_the_body(app: FastAPI) -> None:

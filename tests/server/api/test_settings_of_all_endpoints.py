@@ -11,13 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.hostile.operations import OPERATIONS, keep_something, named
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, TenantConfig
-from server.observe.metrics import FrontEndMetrics
 from server.router.generation_client import NoSuchEngine
 from server.store.service import ResponseStore
-from tests.server.conftest import FakeGenerationClient, Http, Script
+from tests.server.conftest import FakeGenerationClient, Http, Script, app_of
 from tests.support.stores import sqlite_backend
 
 ANN, BOB = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob"))
@@ -100,10 +97,7 @@ def everywhere(
         settings = replace(config, guards=KEYS, tenants=TenantConfig(**tenants))
 
         def generating() -> Http:
-            app = build_app(
-                make_services(settings, engines, tokenizer, FrontEndMetrics(settings), store=store)
-            )
-            return Http(app)
+            return Http(app_of(settings, engines, tokenizer, store=store))
 
         engines.script = text
         kinds: dict[str, Callable[[], Http]] = {

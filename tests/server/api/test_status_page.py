@@ -12,10 +12,8 @@ from engine.shared.messages import (
     EngineStats,
     MissingEngine,
 )
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig
-from server.observe.metrics import FrontEndMetrics
+from tests.server.conftest import app_of, prompt_of
 from tests.support.chromium import needs_chromium
 
 
@@ -178,9 +176,7 @@ def test_the_playground_streams(
         send(browser, "the quick fox")
         assert "output tokens" in text_of(browser, "#facts")
         assert text_of(browser, ".assistant").endswith("hello <b>again</b>")
-    prompt = engines.tokenizer.decode(
-        engines.streams[0].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     assert "the quick fox" in prompt
 
 
@@ -218,9 +214,7 @@ def test_conversation_keeps_history_and_shows_markdown(
         assert browser.run("document.querySelectorAll('.assistant').length") == 2
         browser.run("document.getElementById('clear').click()")
         assert browser.run("document.querySelectorAll('.message').length") == 0
-    prompt = engines.tokenizer.decode(
-        engines.streams[1].prompt_token_ids, skip_special_tokens=False
-    )
+    prompt = prompt_of(engines)
     told = [prompt.index(text) for text in ("be brief", "first question", "second question")]
     assert told == sorted(told)
     assert "the **old** fox" in prompt
@@ -268,9 +262,7 @@ def test_page_shows_nothing_before_a_key_is_entered(
     engines.view = view(engine(0, running=3))
     engines.script = engines.answer("hello again")
     guarded = msgspec.structs.replace(config, guards=GuardConfig(api_key=("secret",)))
-    with served(
-        build_app(make_services(guarded, engines, tokenizer, FrontEndMetrics(guarded)))
-    ) as url:
+    with served(app_of(guarded, engines, tokenizer)) as url:
         browser.open(url)
         browser.wait_until("document.getElementById('state').innerText === 'locked'")
         assert "needs an API key" in text_of(browser, "#trouble")

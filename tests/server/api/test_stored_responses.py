@@ -14,17 +14,14 @@ import openai
 import pytest
 from fastapi import FastAPI, Request
 
-from engine.shared.config import ModelConfig
 from server.api.responses.stored import _owner, retrieve
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, GuardConfig, HttpConfig
 from server.errors import ApiError
 from server.limits import MAX_JOBS_OF_ONE
-from server.observe.metrics import FrontEndMetrics
 from server.store.records import BackendFailed, DiskFull, Record
 from server.store.service import ResponseStore
 from server.store.sql import SqlBackend
+from tests.server.conftest import app_of, prompt_of, tiny
 from tests.support.stores import sqlite_backend
 from tests.support.waiting import PATIENCE, until
 
@@ -32,8 +29,7 @@ from tests.support.waiting import PATIENCE, until
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> FrontEndConfig:
     chosen = getattr(request, "param", None)
-    return FrontEndConfig(
-        model=ModelConfig(model="org/tiny", served_model_name=("tiny",)),
+    return tiny(
         guards=chosen if isinstance(chosen, GuardConfig) else GuardConfig(),
         http=chosen if isinstance(chosen, HttpConfig) else HttpConfig(),
     )
@@ -58,12 +54,7 @@ def new_app(
     config: FrontEndConfig, engines: Any, tokenizer: Any, new_store: Callable[[], ResponseStore]
 ) -> Callable[[], FastAPI]:
     engines.context = 4096
-
-    def make() -> FastAPI:
-        metrics = FrontEndMetrics(config)
-        return build_app(make_services(config, engines, tokenizer, metrics, store=new_store()))
-
-    return make
+    return lambda: app_of(config, engines, tokenizer, store=new_store())
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -81,11 +72,6 @@ def other(served: Any, new_app: Callable[[], FastAPI]) -> Iterator[openai.OpenAI
     """A client of a different front end on the same node."""
     with served(new_app()) as url, client_of(url) as made:
         yield made
-
-
-def prompt_of(engines: Any) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return str(engines.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def ask(client: openai.OpenAI, text: Any, **fields: Any) -> Any:

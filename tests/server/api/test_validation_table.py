@@ -11,12 +11,9 @@ import httpx
 import pytest
 
 from engine.shared.config import ModelConfig
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, HttpConfig
-from server.observe.metrics import FrontEndMetrics
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import FakeGenerationClient
+from tests.server.conftest import FakeGenerationClient, app_of
 
 USER = {"role": "user", "content": "hello"}
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -106,7 +103,7 @@ FIELDS: list[Values] = [
     ("completions chat", "truncation_side", [None, "left", "right"], ["middle", 1]),
     ("completions chat", "priority", [None, 0, -5], [2**31, 1.5, "0"]),
     ("completions chat responses messages", "cache_salt",
-        [None, "s" * 256], ["", "x" * 257, 1, []]),
+        [None, "s" * 256, "\0é"], ["", "x" * 257, 1, []]),
     ("completions chat responses", "request_id", [None, "name-1"], ["", "a b", "é", "x" * 300, 1]),
     ("completions chat", "user", [None, "me"], [1, [], {}]),
     ("completions chat batch responses messages", "model", ["tiny"], [1, [], {}]),
@@ -209,6 +206,12 @@ Combination = tuple[str, dict[str, Any], str | None]
 
 COMBINATIONS: list[Combination] = [
     ("completions", {"max_tokens": 0, "echo": True}, None),
+    ("completions", {"stop": ["a", 5]}, "stop[1]"),
+    ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ("completions", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("completions", {"prompt": [[]]}, "prompt[0]"),
+    ("completions", {"prompt": ["hello", 5]}, "prompt[1]"),
+    ("completions", {"prompt": [5, -1]}, "prompt[1]"),
     ("completions", {"n": 2, "best_of": 1}, "best_of"),
     ("completions", {"n": 2, "best_of": 3, "stream": True}, "best_of"),
     ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -343,7 +346,12 @@ COMBINATIONS: list[Combination] = [
     ("responses", {"tools": [R, R]}, "tools[1].name"),
     ("responses", {"tools": [SEARCH, {"type": "namespace", "name": "n",
         "tools": [{"type": "function"}]}]}, "tools[1].tools[0].name"),
-    ("responses", {"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+    *(("responses", {"tools": [SEARCH], "tool_choice": choice}, "tool_choice") for choice in (
+        "required", {"type": "web_search"}, {"type": "web_search", "name": "web_search"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
+    )),
+    ("responses", {"input": [{**CALL["function"], "type": "function_call", "call_id": "1"}] * 129},
+        "input[128]"),
     ("responses", {"tools": [R, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     *(("responses", {"tools": [{"type": "custom", "name": "shell", "format": form}], **more}, name)
         for form, more, name in (
@@ -379,7 +387,7 @@ class Asked:
     def __init__(self, tokenizer: ServedTokenizer, runner: asyncio.Runner) -> None:
         config = FrontEndConfig(model=ModelConfig(model="tiny"), http=HttpConfig(max_logprobs=5))
         engines = FakeGenerationClient(tokenizer)
-        app = build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config)))
+        app = app_of(config, engines, tokenizer)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://swell")
         self._runner = runner

@@ -164,7 +164,7 @@ def test_failures_have_a_kind(reply: Reply, error: str) -> None:
 
 def test_silent_server_times_out() -> None:
     silent: Reply = sends(CHUNKED, chunk(TOKEN))
-    _, [result] = play([silent], lambda url: ask(url, give_up_after=2.0))
+    _, [result] = play([silent], lambda url: ask(url, give_up_after=1.0))
     assert (result.error, result.deltas) == ("timeout", 1)
 
 

@@ -137,17 +137,6 @@ async def test_exit_code_of_a_fork_is_reported(tmp_path: Path) -> None:
     await template.close()
 
 
-async def test_forks_start_in_their_own_process_group(tmp_path: Path) -> None:
-    place = Place(tmp_path, LOADED)
-
-    template = await place.template()
-    child = await place.start(template)
-    assert os.getpgid(child.pid) != template.pid  # the template is killed as a process group
-    await place.details(1)
-    await template.close()
-    await end(child)
-
-
 async def test_forks_are_unaffected_by_exit_of_template(tmp_path: Path) -> None:
     place = Place(tmp_path, LOADED)
 
@@ -155,6 +144,7 @@ async def test_forks_are_unaffected_by_exit_of_template(tmp_path: Path) -> None:
     child = await place.start(template)
     await place.details(1)
     pid = template.pid
+    assert os.getpgid(child.pid) != pid, "the template is killed as a process group"
     await template.close()
     assert not psutil.pid_exists(pid)
     assert child.alive

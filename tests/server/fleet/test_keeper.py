@@ -45,7 +45,7 @@ lifeline.ready("it serves")
 def holds_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
 for _ in range(2):
-    time.sleep(0.5)
+    time.sleep(0.1)
     lifeline.heartbeat()
 holds_the_lock()
 """
@@ -327,7 +327,7 @@ async def test_hung_process_prints_stacks_and_is_replaced(role: Role, tmp_path: 
     replaced: list[dict[str, int]] = []
     role.launch = lambda _: replaced.append(dict(role.replaced))
 
-    kept = keeper(hang_timeout=2.0)
+    kept = keeper(hang_timeout=1.0)
     kept.keep(role)
     await kept.until_ready([role])
     hung = role.handle
@@ -342,7 +342,7 @@ async def test_hung_process_prints_stacks_and_is_replaced(role: Role, tmp_path: 
 async def test_process_stopped_by_signal_does_not_count_as_hung(role: Role, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(TURNS)
 
-    kept = keeper(hang_timeout=3.0)
+    kept = keeper(hang_timeout=2.0)
     kept.keep(role)
     await kept.until_ready([role])
     handle = role.handle
@@ -354,7 +354,7 @@ async def test_process_stopped_by_signal_does_not_count_as_hung(role: Role, tmp_
     await until_async(lambda: role.last_heartbeat_at is not None and turns(), "it turns")
     first = pid_of(role)
     os.kill(first, signal.SIGSTOP)
-    await asyncio.sleep(5.0)
+    await asyncio.sleep(3.0)
     os.kill(first, signal.SIGCONT)
     before = turns()
     await until_async(lambda: turns() > before + 5 or not handle.alive, "it turns again")

@@ -19,12 +19,9 @@ from engine.shared.config import (
     SchedulerConfig,
 )
 from engine.shared.messages import AddRequest
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig
-from server.observe.metrics import FrontEndMetrics
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import FakeGenerationClient, FakeStream, Http
+from tests.server.conftest import FakeGenerationClient, FakeStream, Http, app_of
 
 MODEL = ModelConfig(model=str(BUNDLED_MODEL), dtype="float32", max_model_len=128, device="cpu")
 PROMPTS = ("ROMEO:\nI am", "KING RICHARD III:\nNow is the winter")
@@ -119,7 +116,7 @@ def test_beam_search_answers_equal_transformers(
     engine: OneEngine, reference: Any, prompt: str, width: int
 ) -> None:
     config = FrontEndConfig(model=MODEL)
-    http = Http(build_app(make_services(config, engine, engine.tokenizer, FrontEndMetrics(config))))
+    http = Http(app_of(config, engine, engine.tokenizer))
     tokenizer = engine.tokenizer
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=True)
     (line_end,) = tokenizer.encode("\n", add_special_tokens=False)

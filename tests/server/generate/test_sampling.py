@@ -9,11 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.shared.config import ModelConfig
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig
 from server.generate.specification import bad_word_tokens
-from server.observe.metrics import FrontEndMetrics
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenTable
 from server.text.sampling_defaults import (
@@ -22,6 +19,7 @@ from server.text.sampling_defaults import (
     read_sampling_defaults,
 )
 from server.text.tokenizer import ServedTokenizer
+from tests.server.conftest import Http, app_of
 
 BOTH = pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 
@@ -87,7 +85,7 @@ def test_omitted_parameters_have_model_defaults(
         temperature=0.25, top_k=7, top_p=0.5, min_p=0.125, repetition_penalty=1.5, max_new_tokens=9
     )
     tokenizer = ServedTokenizer(backend, eos_token_ids=[0], sampling_defaults=defaults)
-    http = type(http)(build_app(make_services(config, engines, tokenizer, FrontEndMetrics(config))))
+    http = Http(app_of(config, engines, tokenizer))
     http.complete()
     http.complete(temperature=1, top_k=0, top_p=1, min_p=0, repetition_penalty=1, max_tokens=3)
     left_open, given = [stream.sampling for stream in engines.streams]

@@ -14,13 +14,10 @@ from engine.shared.messages import (
     RegexGrammar,
     RequestOutput,
 )
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig
 from server.config.answer import AnswerConfig
 from server.limits import MAX_JSON_CONTAINERS
-from server.observe.metrics import FrontEndMetrics
-from tests.server.conftest import Http
+from tests.server.conftest import Http, app_of
 
 
 def grammar_of(http: Any, engines: Any, **fields: Any) -> Any:
@@ -246,7 +243,7 @@ OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
 @pytest.fixture
 def closing(engines: Any, tokenizer: Any, config: FrontEndConfig) -> Http:
     settings = msgspec.structs.replace(config, answer=CLOSING)
-    return Http(build_app(make_services(settings, engines, tokenizer, FrontEndMetrics(settings))))
+    return Http(app_of(settings, engines, tokenizer))
 
 
 def test_server_can_close_objects_of_all_schemas(closing: Http, engines: Any) -> None:

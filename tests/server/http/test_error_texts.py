@@ -46,8 +46,10 @@ def test_unknown_model_error_lists_served_models(http: Any) -> None:
         http.post("/v1/messages", {"model": "gpt-4o", "max_tokens": 1, **HI}),
     ):
         assert answer.status_code == 404
-        message = answer.json()["error"]["message"]
-        assert message == "The model 'gpt-4o' is not served here. Served: also-tiny, tiny."
+        error = answer.json()["error"]
+        assert error["message"] == "The model 'gpt-4o' is not served here. Served: also-tiny, tiny."
+        assert error.get("code", "model_not_found") == "model_not_found"
+        assert error.get("param", "model") == "model"
 
 
 def test_an_error_that_quotes_a_long_text_loses_its_middle(http: Any) -> None:

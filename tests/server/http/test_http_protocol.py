@@ -357,6 +357,31 @@ async def test_closing_connection_drains_limited_bytes_for_limited_time(app: Any
         assert sent < 2**24
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_connection_serves_request_after_request(
+    app: Any, http: Any, stream: bool
+) -> None:
+    limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=PATIENCE)
+    async with (
+        served(app, GuardConfig(keep_alive_timeout=int(2 * PATIENCE))) as port,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=PATIENCE
+        ) as client,
+    ):
+        ports = set()
+        for _ in range(3):
+            body = {"prompt": "x", "stream": stream}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
+                text = (await response.aread()).decode()
+            if stream:
+                parts = [event["choices"][0]["text"] for event in http.events(text)]
+                assert "".join(parts) == "hello world"
+            refused = await client.post("/v1/completions", json={"prompt": ""})
+            assert refused.status_code == 400
+        assert len(ports) == 1
+
+
 async def test_pipelined_answer_ends_when_client_disconnects(app: Any, engines: Any) -> None:
     engines.script = lambda stream: []
 

@@ -56,11 +56,6 @@ def test_unexpected_errors_have_a_request_id(http: Any, engines: Any) -> None:
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 
 
-def test_request_id_in_body_wins(http: Any) -> None:
-    answer = http.post("/v1/completions", {"prompt": "x", "request_id": "inner"})
-    assert answer.headers.get_list("x-request-id") == ["inner"]
-
-
 @pytest.mark.parametrize("root", ["", "/swell", "/swell/"])
 @pytest.mark.parametrize("before", ["", "/swell", "/swell/swell"])
 @pytest.mark.parametrize("behind", ["", "/", "//"])

@@ -7,16 +7,13 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from server.api.services import make_services
-from server.app import build_app
 from server.config import FrontEndConfig, MediaConfig
 from server.media.processors import Idefics3
-from server.observe.metrics import FrontEndMetrics
 from server.store.service import ResponseStore
 from server.text.chat_template import ChatTemplate
 from server.text.placeholders import Placeholders
 from server.text.tokenizer import ServedTokenizer
-from tests.server.conftest import FakeGenerationClient, Http
+from tests.server.conftest import FakeGenerationClient, Http, app_of
 from tests.server.tokens import id_of
 
 TEMPLATE = (
@@ -83,9 +80,7 @@ def vision(
         model = msgspec.structs.replace(config.model, limit_mm_per_prompt=limit)
         changed_media = msgspec.structs.replace(media, **changed)
         own = msgspec.structs.replace(config, model=model, media=changed_media)
-        metrics = FrontEndMetrics(own)
-        services = make_services(own, engines, tokenizer, metrics, processor=processor, store=store)
-        return Http(build_app(services))
+        return Http(app_of(own, engines, tokenizer, processor=processor, store=store))
 
     return make
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from server.config import GuardConfig
 from server.store.service import ResponseStore
-from tests.server.conftest import FakeGenerationClient, Http
+from tests.server.conftest import FakeGenerationClient, Http, prompt_of
 from tests.server.media.conftest import TILE, TOKENS
 from tests.server.media.pictures import data_url, encoded, picture
 from tests.support.stores import sqlite_backend
@@ -35,11 +35,6 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 def whole(tokens: int = TOKENS) -> str:
     """Return the placeholder text of an image's last tile."""
     return f"<fake_token_around_image><global-img>{'<image>' * tokens}<fake_token_around_image>"
-
-
-def prompt_of(engines: FakeGenerationClient) -> str:
-    ids = engines.streams[-1].prompt_token_ids
-    return engines.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def check_places(engines: FakeGenerationClient, count: int) -> None:

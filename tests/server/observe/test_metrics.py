@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.shared.config import ClusterConfig, ModelConfig
+from engine.shared.config import ClusterConfig
 from engine.shared.messages import (
     ClusterView,
     EngineCounters,
@@ -491,11 +491,6 @@ def test_a_scrape_does_not_hold_the_event_loop(
     engines.view = view(*[engine(rank) for rank in range(64)])
     http.complete()
     takes_less_than(0.1, lambda: front_end_metrics.render(engines))
-
-
-def test_model_label_is_the_served_name(engines: Any) -> None:
-    config = FrontEndConfig(model=ModelConfig(model="org/name"))
-    assert 'model_name="org/name"' in FrontEndMetrics(config).render(engines).decode()
 
 
 def many_engines(number: int, hosts: list[str], api_hosts: list[str]) -> ClusterView:

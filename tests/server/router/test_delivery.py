@@ -11,15 +11,14 @@ from engine.shared.messages import (
     RequestTiming,
     SamplingParams,
     StepOutputs,
-    WakeUp,
 )
 from server.router.block_index import BlockIndex
 from server.router.delivery import Delivery
-from server.router.events import Count, Deliver, Notify, Send, SendIfReachable, Woken
+from server.router.events import Count, Deliver, Send, SendIfReachable
 from server.router.request import RoutedRequest
 from server.router.route import Engine
 from server.router.routing import LeastLoaded, PrefixAware
-from tests.server.router.known_engines import Known, stats, view
+from tests.server.router.known_engines import Known, stats
 
 
 class Harness:
@@ -48,16 +47,6 @@ class Harness:
         return send
 
 
-def test_request_to_paused_engines_sends_notice_and_wake_is_timed_once() -> None:
-    played = Harness(10)
-    actions = played.delivery.send(played.request(), 1.0)
-    assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
-    assert played.delivery.engines_run(1.5) == [Woken(0.5)]
-    assert played.delivery.engines_run(1.7) == []
-    played.known.members.take_view(view(2, running=True), 2.0)
-    assert all(not isinstance(a, Notify) for a in played.delivery.send(played.request(), 2.0))
-
-
 def test_moved_request_keeps_tokens_tenant_and_root_with_new_id() -> None:
     played = Harness(10)
     request = played.request(tenant=77, cache_root=b"r" * 16)
@@ -71,6 +60,8 @@ def test_moved_request_keeps_tokens_tenant_and_root_with_new_id() -> None:
     assert moved.id != old.id
     assert (moved.output_token_ids, moved.tenant, moved.cache_root) == ([5, 6], 77, b"r" * 16)
     assert list(played.delivery.in_flight) == [moved.id]
+    (load,) = played.known.all()
+    assert load.prefill_tokens == old.num_tokens + moved.num_tokens == 2 + 4
 
 
 def test_prompt_logprobs_are_requested_once() -> None:
@@ -123,18 +114,6 @@ def test_moved_requests_are_aborted_on_engine_but_ended_ones_are_not() -> None:
     message = StepOutputs(stats(0, 10, 1), stale)
     assert played.delivery.outputs(message, 0, 1.0) == [SendIfReachable(b"10", AbortRequests([1]))]
     assert played.delivery.outputs(message, -1, 1.0) == []
-
-
-def test_the_last_output_ends_a_request() -> None:
-    played = Harness(10)
-    request = played.request()
-    played.sent(request)
-    timing = RequestTiming(1.0, 2.0, 3.0)
-    last = RequestOutput(request.id, [7], "stop", timing=timing)
-    played.delivery.outputs(StepOutputs(stats(0, 10, 1), [last]), 0, 1.0)
-    assert not played.delivery.in_flight
-    assert not played.delivery.end(request)
-    assert request.times.ended(9.0) == timing
 
 
 class Knows(BlockIndex):

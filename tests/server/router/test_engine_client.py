@@ -29,7 +29,6 @@ from engine.shared.messages import (
     RequestOutput,
     RequestTiming,
     RouteHello,
-    RouteTaken,
     SamplingParams,
     StepOutputs,
     UtilityCall,
@@ -384,40 +383,6 @@ async def test_request_moves_with_its_tokens_when_engine_dies(tmp_path: Path, ho
         assert took.decode > 0.5
 
 
-async def test_moved_request_counts_with_all_its_tokens(tmp_path: Path) -> None:
-    async with world(tmp_path) as w:
-        engines = await w.two_engines()
-        stream = w.submit("a", [1, 2], GREEDY)
-        dying, other = engines[stream.request.rank], engines[1 - stream.request.rank]
-        request = await dying.receive()
-        dying.send(RequestOutput(request.id, [7, 8, 9]))  # type: ignore[union-attr]
-        await stream.next()
-        dying.die("boom")
-        moved = await other.receive()
-        assert isinstance(moved, AddRequest)
-        (load,) = w.router.loads.of([w.router.members.routes[other.rank]])
-        assert (load.requests, load.prefill_tokens) == (1, moved.num_tokens) == (1, 5)
-
-
-async def test_requests_are_resent_to_engine_that_dropped_front_end(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path) as w:
-        engine = await w.one_engine()
-        w.submit("a", [1], GREEDY)
-        request = await engine.receive()
-        assert isinstance(request, AddRequest)
-        stream = w.router.delivery.in_flight[request.id]
-        engine.send(RequestOutput(request.id, [7]))
-        await until_async(lambda: stream.output_token_ids == [7], "a token")
-        engine.requests.close(linger=0)
-        reconnected = w.engine(0, 10, session=2)
-        assert await reconnected.receive() == AbortRequests([request.id])
-        again = await reconnected.receive()
-        assert isinstance(again, AddRequest)
-        assert (again.request_id, again.output_token_ids) == ("a", [7])
-
-
 async def test_a_utility_call_gathers_the_answers_of_all_engines(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         engines = await w.two_engines()
@@ -503,28 +468,6 @@ async def test_malformed_messages_are_harmless(tmp_path: Path) -> None:
         engine.send(RequestOutput(request.id, [5], "stop"))  # type: ignore[union-attr]
         assert (await stream.next()).token_ids == [5]
         assert w.client._outputs.dropped == 4
-
-
-async def test_engine_is_confirmed_once_requests_are_routed_to_it(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path) as w:
-        engine = w.engine(0, 10)
-        engine.requests.send(encode(RouteHello(0, 10, 1, wants_reply=True)))
-        await until_async(
-            lambda: w.router.members.last_identity((0, 10)) is not None, "it is heard"
-        )
-        assert engine.silent(), "the coordinator has not listed it"
-        w.publish(engine)
-        assert engine.silent(), "it does not ask all the time"
-        engine.requests.send(encode(RouteHello(0, 9, 1, wants_reply=True)))
-        engine.requests.send(encode(RouteHello(0, 10, 4, wants_reply=True)))
-        async with asyncio.timeout(GUARD):
-            while not engine.requests.poll(0):
-                await asyncio.sleep(0)
-        answer = msgspec.msgpack.decode(engine.requests.recv(), type=EngineInput)
-        assert answer == RouteTaken(session=4)
-        assert engine.silent(), "another incarnation is not routed to"
 
 
 async def test_large_images_arrive_complete_and_again_on_next_engine(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.shared.messages import AddRequest, ClusterView, EncoderInput, EngineEntry, EngineSetup
+from engine.shared.messages import AddRequest, EncoderInput, EngineSetup
 from server.router.request import RoutedRequest
 from server.router.routing import AFFINITY_BLOCK, EngineLoad, PrefixAffinity
 from tests.server.router.fake_cluster import GREEDY, SETUP, Cluster
@@ -16,39 +16,19 @@ def image(digest: bytes = b"0123456789abcdef", position: int = 0) -> EncoderInpu
     )
 
 
-class SomeSee(Cluster):
-    """A cluster in which only some engines support images."""
-
-    def __init__(self, *ranks: int, seeing: Sequence[int]) -> None:
-        self.seeing = seeing
-        super().__init__(*ranks)
-
-    def setup_of(self, rank: int) -> EngineSetup:
-        return msgspec.structs.replace(SETUP, images=rank in self.seeing)
-
-    def publish(self) -> None:
-        self._version += 1
-        entries = [
-            EngineEntry(e.rank, e.incarnation, True, "h", 0, self.setup_of(e.rank), e.stats())
-            for e in self.engines.values()
-        ]
-        self.shell.handle(
-            ClusterView(
-                epoch=1, version=self._version, wave=0, running=True, engines=entries,
-                num_front_ends=1,
-            )
-        )  # fmt: skip
+SEES = msgspec.structs.replace(SETUP, images=True)
 
 
-class Resizing(SomeSee):
-    """A cluster whose engines accept unresized images."""
-
-    def setup_of(self, rank: int) -> EngineSetup:
-        return msgspec.structs.replace(super().setup_of(rank), whole_images=True)
+def some_see(*ranks: int, seeing: Sequence[int], setup: EngineSetup = SEES) -> Cluster:
+    """Return a cluster in which only some engines support images."""
+    cluster = Cluster()
+    for rank in ranks:
+        cluster.start(rank, setup if rank in seeing else SETUP)
+    return cluster
 
 
 def test_request_with_image_goes_to_engine_with_vision() -> None:
-    cluster = SomeSee(0, 1, 2, seeing=[1])
+    cluster = some_see(0, 1, 2, seeing=[1])
     for name in ("a", "b", "c"):
         cluster.submit(name, encoder_inputs=[image()])
     assert [len(cluster.engines[rank].held) for rank in (0, 1, 2)] == [0, 3, 0]
@@ -58,7 +38,7 @@ def test_request_with_image_goes_to_engine_with_vision() -> None:
 
 
 def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
-    cluster = SomeSee(0, 1, 2, seeing=[1, 2])
+    cluster = some_see(0, 1, 2, seeing=[1, 2])
     cluster.submit("a", encoder_inputs=[image()])
     first = next(e for e in cluster.engines.values() if e.held)
     cluster.die(first)
@@ -69,16 +49,17 @@ def test_an_image_moves_with_its_request_to_the_next_engine() -> None:
 
 
 def test_engines_report_whether_they_resize_images() -> None:
-    assert not SomeSee(0, seeing=[0]).router.members.needs_original_images
-    assert Resizing(0, seeing=[0]).router.members.needs_original_images
+    resizing = msgspec.structs.replace(SEES, whole_images=True)
+    assert not some_see(0, seeing=[0]).router.members.needs_original_images
+    assert some_see(0, seeing=[0], setup=resizing).router.members.needs_original_images
 
 
 def test_request_with_image_waits_for_engine_with_vision() -> None:
-    cluster = SomeSee(0, seeing=[1])
+    cluster = some_see(0, seeing=[])
     assert not cluster.router.members.serves_images
     cluster.submit("a", encoder_inputs=[image()])
     assert not cluster.engines[0].held
-    cluster.start(1)
+    cluster.start(1, SEES)
     assert len(cluster.engines[1].held) == 1
 
 

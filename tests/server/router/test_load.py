@@ -31,17 +31,6 @@ def test_a_burst_is_counted_before_any_stats_show_it() -> None:
     assert [load.prefill_tokens for load in known.all()] == [350, 350]
 
 
-def test_snapshot_does_not_hide_unreceived_sends() -> None:
-    known = Known(10)
-    for _ in range(5):
-        known.sent(0, prompt_tokens=10)
-    seen = Received(ME, MY_INCARNATION, requests=3, prompt_tokens=30)
-    known.observe(stats(0, 10, 1, running=3, received=(seen,)), now=1.0)
-    (load,) = known.all()
-    assert load.requests == 3 + 2
-    assert load.prefill_tokens == 20
-
-
 def test_sends_of_predecessor_front_end_are_not_counted() -> None:
     known = Known(10)
     known.sent(0, prompt_tokens=10)
@@ -83,6 +72,8 @@ def test_front_ends_of_one_node_see_each_others_unreceived_sends(tmp_path: Path)
     seen = Received(1, 600, requests=3, prompt_tokens=9)
     mine.observe(stats(0, 10, 1, running=3, received=(seen,)), now=1.0)
     assert mine.requests() == [3 + 1]
+    tables[1].publish(0, Sent(601, 10, 3, 9))
+    assert mine.requests() == [3 + 3], "of the peer's successor, nothing has been received"
     mine.members.take_view(view(2, entry(0, 20)), now=2.0)
     assert mine.requests() == [0], "sends to the predecessor are not on their way to this one"
     for table in tables:
@@ -102,6 +93,8 @@ def test_load_is_exact_for_any_received_count(sends: list[int], data: st.DataObj
         report = stats(rank, 10 + rank, version, running=running[rank], received=(seen,))
         known.observe(report, now=0.0)
         assert known.requests() == sent
+        unreceived = [all_ - seen for all_, seen in zip(sent, running, strict=True)]
+        assert [load.prefill_tokens for load in known.all()] == unreceived
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -125,20 +118,6 @@ def test_front_ends_missing_in_table_are_on_other_nodes(tmp_path: Path) -> None:
         members.take_view(view(1, num_front_ends=6), now=0.0)
         unseen.append(members.unseen_front_ends(loads.num_front_ends))
     assert unseen == [4, 5, 0]
-
-
-def test_load_follows_sends_of_neighbour_and_its_successor(tmp_path: Path) -> None:
-    create_load_table(tmp_path / "loads", num_front_ends=2)
-    mine = Known(10, table=LoadTable(tmp_path / "loads", 0))
-    peers = LoadTable(tmp_path / "loads", 1)
-    assert mine.requests() == [0]
-    for count in (1, 2, 3):
-        peers.publish(0, Sent(600, 10, count, 5 * count))
-        assert mine.requests() == [count]
-    mine.observe(stats(0, 10, 1, running=3, received=(Received(1, 600, 3, 15),)))
-    assert mine.requests() == [3]
-    peers.publish(0, Sent(601, 10, 3, 15))
-    assert mine.requests() == [3 + 3], "as many, but of another process, which nobody has received"
 
 
 def test_failed_sends_are_not_counted() -> None:

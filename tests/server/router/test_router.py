@@ -92,6 +92,8 @@ def test_waking_paused_engines_notifies_the_coordinator_and_is_timed() -> None:
     actions = router.submit(new_request(), 1.0)
     assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
     assert router.handle(StepOutputs(stats(0, 10, 1, running=1), []), 1.25) == [Woken(0.25)]
+    assert router.handle(StepOutputs(stats(0, 10, 2, running=1), []), 1.5) == []
+    assert len(router.handle(Submit(new_request()), 2.0)) == 1, "they run"
 
 
 @pytest.mark.parametrize(
@@ -224,10 +226,13 @@ def test_callers_of_an_engine_that_dies_are_answered_by_incarnation() -> None:
     [_, send] = sends(call(router, 1, None))
     assert send.message == UtilityCall(1, 0, "info", {})
     router.handle(UtilityResult(1, 0, {"rank": 0}), 0.0)
+    for repeated_or_unknown in (UtilityResult(1, 0), UtilityResult(1, 7), UtilityResult(9, 1)):
+        assert router.handle(repeated_or_unknown, 0.0) == []
     assert router.handle(EngineDead(1, 9, "a predecessor's"), 0.0) == []
     [answer] = router.handle(EngineDead(1, 11, "boom"), 0.0)
     assert isinstance(answer, CallResult)
     assert [result.error for result in answer.results] == [None, "engine 1 died before it answered"]
+    assert answer.results[0].result == {"rank": 0}
 
 
 def test_calls_end_on_engine_loss_failed_send_or_timeout() -> None:

@@ -138,6 +138,18 @@ def test_killer_is_convicted_for_any_detection_of_death(how: str) -> None:
     assert isinstance(error_of(killer), KillsEngines)
 
 
+def test_engine_heard_again_has_not_died() -> None:
+    cluster = Cluster(0)
+    [stream] = all_died_twice(cluster, "a")
+    engine, _ = on_trial(cluster)
+    engine.reachable = False
+    cluster.submit("b", pinned_rank=engine.rank)
+    assert stream.request.suspicion.in_doubt
+    engine.reachable = True
+    cluster.hello(engine)
+    assert not stream.request.suspicion.in_doubt
+
+
 def test_deaths_before_trial_start_convict_only_after_max_tries() -> None:
     cluster = Cluster(0)
     [stream] = all_died_twice(cluster, "a")

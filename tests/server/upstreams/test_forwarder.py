@@ -20,7 +20,7 @@ from server.observe.metrics import FrontEndMetrics
 from server.tenant_budget import TenantBudget
 from server.upstreams.forwarder import MAX_CONNECTIONS, Forwarder
 from server.upstreams.routes import ModelRoutes
-from tests.server.conftest import FakeGenerationClient, Served
+from tests.server.conftest import FakeGenerationClient, Served, app_of, tiny
 from tests.server.endpoints import ADMIN, ADMIN_KEY
 from tests.support.waiting import until
 
@@ -44,13 +44,9 @@ class Fleet:
         other = FrontEndConfig(
             model=ModelConfig(model="org/other", served_model_name=("other",)), guards=guards
         )
-        self.there = stack.enter_context(
-            served(build_app(make_services(other, self.engines, tokenizer, FrontEndMetrics(other))))
-        )
+        self.there = stack.enter_context(served(app_of(other, self.engines, tokenizer)))
         self.route(other=self.there)
-        here = FrontEndConfig(
-            model=ModelConfig(model="org/tiny", served_model_name=("tiny",)), guards=guards
-        )
+        here = tiny(guards=guards)
         self.own_engines = FakeGenerationClient(tokenizer)
         metrics = FrontEndMetrics(here)
         self.forwarder = forwarder = Forwarder(ModelRoutes(str(self._routes)), metrics)
