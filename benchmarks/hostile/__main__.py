@@ -3,7 +3,7 @@
     python -m benchmarks.hostile
     python -m benchmarks.hostile --only connections costly
     python -m benchmarks.hostile --only fields --part 3/20
-    python -m benchmarks.hostile --share 0.1 -- --max-body-bytes 1000000
+    python -m benchmarks.hostile --part 1/10 -- --max-body-bytes 1000000
 
 Exits with status 1 if a bound was exceeded. Arguments after `--` are flags of the server.
 """
@@ -56,7 +56,6 @@ def main() -> None:
         *("connections", "upgrades", "unread", "disks", "queues"),
     )
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
     parser.add_argument(
         "--part",
         type=_part,
@@ -74,8 +73,8 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
-    share = arguments.share
-    arguments_of = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
+    part = arguments.part
+    arguments_of = {"fields": (part, arguments.paths), "admin": (part,)}
     due = time.monotonic()
     with trial, Progress(console=console) as progress:
         for kind in arguments.only:

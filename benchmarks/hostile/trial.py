@@ -78,6 +78,9 @@ _OBEYED = {
 """Valid bodies that would make a server start processes without end."""
 
 T = TypeVar("T")
+Part = tuple[int, int]
+"""(K, N) for every N-th attack, starting with the K-th: all attacks can be sent in N runs."""
+ALL = (1, 1)
 
 
 @dataclass
@@ -157,44 +160,29 @@ class Trial:
 
     # -- attacks ---------------------------------------------------------------------------------
 
-    def fields(
-        self,
-        share: float = 1.0,
-        paths: Iterable[str] = tuple(OPERATIONS),
-        part: tuple[int, int] = (1, 1),
-    ) -> Iterator[str]:
-        """Send every field's extreme values; yield the progress after each.
-
-        Args:
-            share: fraction of the values to send, evenly spread.
-            paths: paths of the operations.
-            part: (K, N) for every N-th value, starting with the K-th, to send the values in N runs.
-        """
+    def fields(self, part: Part = ALL, paths: Iterable[str] = tuple(OPERATIONS)) -> Iterator[str]:
+        """Send the extreme values of the fields of these paths; yield the progress after each."""
         stored_ids = self._store_objects()
         operations = [OPERATIONS[path] for path in paths]
         fitting = [each for each in operations if each.pools or not self._pools]
-        return self._worst_values(fitting, stored_ids, share, part)
+        return self._worst_values(fitting, stored_ids, part)
 
-    def admin(self, share: float = 1.0) -> Iterator[str]:
+    def admin(self, part: Part = ALL) -> Iterator[str]:
         """Send extreme values to the operator's endpoints, without the admin key and with it."""
         operations = [*ADMIN_OPERATIONS.values()]
         strangers = self._headers
-        yield from self._worst_values(operations, {}, share)
+        yield from self._worst_values(operations, {}, part)
         self._headers = [f"Authorization: Bearer {ADMIN_KEY}"]
         try:
-            yield from self._worst_values(operations, {}, share)
+            yield from self._worst_values(operations, {}, part)
         finally:
             self._headers = strangers
 
     def _worst_values(
-        self,
-        operations: Sequence[Operation],
-        stored_ids: dict[str, str],
-        share: float,
-        part: tuple[int, int] = (1, 1),
+        self, operations: Sequence[Operation], stored_ids: dict[str, str], part: Part
     ) -> Iterator[str]:
         document = json.loads(self._get("/openapi.json"))
-        found = list(piece(_spread(field_attacks(operations, document, stored_ids), share), part))
+        found = list(piece(field_attacks(operations, document, stored_ids), part))
         number = 0
         for path, group in itertools.groupby(found, key=lambda attack: attack[0]):
             worst: Row | None = None
@@ -237,9 +225,9 @@ class Trial:
         """Send short requests that are costly to serve."""
         return self._each(costly_requests())
 
-    def patterns(self, share: float = 1.0) -> Iterator[str]:
+    def patterns(self, part: Part = ALL) -> Iterator[str]:
         """Send patterns with nested quantifiers in every field that takes a pattern."""
-        return self._each(_spread(pattern_requests(), share))
+        return self._each(piece(pattern_requests(), part))
 
     def grammars(self) -> Iterator[str]:
         """Send grammars that are costly to parse, check or follow."""
@@ -251,9 +239,9 @@ class Trial:
             self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
         return self._each(costly_inputs())
 
-    def large(self, share: float = 1.0) -> Iterator[str]:
+    def large(self, part: Part = ALL) -> Iterator[str]:
         """Send bodies of maximum size."""
-        return self._each(_spread(large_requests(), share))
+        return self._each(piece(large_requests(), part))
 
     def kept(self) -> Iterator[str]:
         """Continue from, and list, the maximum that the server stores."""
@@ -309,9 +297,9 @@ class Trial:
             self.rows.append(row)
             yield name
 
-    def unread(self, share: float = 1.0) -> Iterator[str]:
+    def unread(self, part: Part = ALL) -> Iterator[str]:
         """Request large answers on many connections, and read none."""
-        for name, requests in _spread(unread_answers(self._ask, self._headers), share):
+        for name, requests in piece(unread_answers(self._ask, self._headers), part):
             leave = functools.partial(leave_unread, self._address, requests)
             # a front end buffers this much unread data per tenant
             self.rows.append(self._measured(name, 0, leave, held_bytes=MAX_UNSENT_OF_ONE))
@@ -424,17 +412,7 @@ def field_attacks(
                 yield path, body
 
 
-def _spread(found: Iterable[T], share: float) -> Iterator[T]:
-    """Yield an evenly spread fraction; kinds of values are at fixed positions."""
-    due = 0.0
-    for each in found:
-        due += share
-        if due >= 1:
-            due -= 1
-            yield each
-
-
-def piece(found: Iterable[T], part: tuple[int, int]) -> Iterator[T]:
+def piece(found: Iterable[T], part: Part) -> Iterator[T]:
     """Yield every N-th element, starting with the K-th."""
     which, number = part
     return itertools.islice(found, which - 1, None, number)
