@@ -157,9 +157,7 @@ docs-site: $(VENV)/.test ## build the documentation site in build/site; a dead l
 	$(BIN)/python -m scripts.build_site $(ARGS)
 
 docs: $(VENV)/.test ## write docs/settings.md and docs/compatibility.md anew
-	$(BIN)/python scripts/write_settings_doc.py
-	$(BIN)/python scripts/write_agreed_settings.py
-	$(BIN)/python scripts/write_compatibility_doc.py
+	$(BIN)/python -m scripts.write_docs
 
 clean: ## remove what was installed and cached here
 	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
