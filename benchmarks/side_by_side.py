@@ -6,7 +6,8 @@ python -m benchmarks.side_by_side --list
 python -m benchmarks.side_by_side --peer-python ... --sides vLLM "vLLM in Rust" "vLLM in Swell"
 
 The last command compares front ends on vLLM engines: its own in Python, its own in Rust, and
-Swell's, for which Swell must be installed in the peer's environment, too.
+Swell's, for which Swell must be installed in the peer's environment, too. `--swell-args
+"--quantization int8"` measures Swell with 8-bit integers.
 
 Each round starts every server once per model and number of engines, warms it up, and runs all cases
 of that model with `swell bench`, alternating sides. After every server all measurements are written
@@ -37,9 +38,9 @@ from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
 from engine.kernels.processor import kind
 from engine.shared.writable import writable_directory, writable_file
 
-PEER, SWELL, QUANTIZED = "vLLM", "Swell", "Swell int8"
+PEER, SWELL = "vLLM", "Swell"
 RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
-SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
+SIDES = (PEER, SWELL, RUST, HOSTED)
 MODEL_NAME = "bench"
 """Model name in requests."""
 START_SECONDS = 600.0
@@ -150,7 +151,6 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
         flags += ["--engine-backend", "vllm", "--engine-python", str(options.peer_python)]
     if side not in (PEER, RUST):
         flags += ["--kv-cache-memory-bytes", str(_KV_BYTES), *options.swell_args.split()]
-        flags += ["--quantization", "int8"] if side == QUANTIZED else []
         return RunningStack(*flags, timeout=START_SECONDS)
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // engines)
@@ -392,7 +392,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the cases and end")
     parser.add_argument("--peer-python", type=Path, help="interpreter of the peer's environment")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=(PEER, SWELL))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     parser.add_argument("--output", type=Path, default=Path("build/side_by_side"))

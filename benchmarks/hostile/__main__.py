@@ -13,14 +13,13 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.hostile.operations import OPERATIONS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
 _PRINT_EVERY = 10.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines."""
 
 
 def table(trial: Trial) -> Table:
@@ -76,15 +75,12 @@ def main() -> None:
     part = arguments.part
     arguments_of = {"fields": (part, arguments.paths), "admin": (part,)}
     due = time.monotonic()
-    with trial, Progress(console=console) as progress:
+    with trial:
         for kind in arguments.only:
-            task = progress.add_task(kind, total=None)
             for name in getattr(trial, kind)(*arguments_of.get(kind, ())):
-                progress.update(task, description=f"{kind}: {name}", advance=1)
-                if not console.is_terminal and time.monotonic() >= due:
+                if time.monotonic() >= due:
                     due = time.monotonic() + _PRINT_EVERY
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)
-            progress.update(task, total=1, completed=1)
     console.print(table(trial))
     for each in trial.leftovers:
         console.print(f"[red]left behind:[/] {each}")

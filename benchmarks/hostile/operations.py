@@ -3,14 +3,20 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.hostile.inputs import VALID_INPUTS
-
 _HI = [{"role": "user", "content": "hi"}]
 _PROMPT = {"prompt": "ROMEO:", "max_tokens": 1}
 _CHAT = {"messages": _HI, "max_tokens": 1}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}
 _MESSAGE = {"model": "swell-shakespeare", "messages": _HI}
 
+
+VALID_INPUTS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["What news?"]},
+    "/pooling": {"input": [[1, 2, 3]]},
+    "/score": {"text_1": "What news?", "text_2": ["None", "Good"]},
+    "/rerank": {"query": "What news?", "documents": ["None", {"text": "Good"}]},
+}
+"""A minimal request for vectors or scores, by path."""
 
 _POOLING = VALID_INPUTS | {
     "/classify": {"input": ["What news?"]},

@@ -31,11 +31,11 @@ from typing import Any
 
 from benchmarks.hostile.bystanders import Bystanders
 from benchmarks.hostile.connections import ATTACKS, UPGRADES, Address, address_of, exchange, request
-from benchmarks.hostile.large import large_requests
 from benchmarks.hostile.operations import OPERATIONS, keep_something
 from benchmarks.hostile.requests import (
     costly_requests,
     grammar_requests,
+    large_requests,
     long_requests,
     pattern_requests,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from benchmarks.hostile.bodies import Body, bodies
-from benchmarks.hostile.bystanders import Bystanders
+from benchmarks.hostile.bystanders import Bystanders, slowdown
 from benchmarks.hostile.connections import (
     ATTACKS,
     FOOLED,
@@ -23,13 +23,11 @@ from benchmarks.hostile.connections import (
     request,
 )
 from benchmarks.hostile.disks import full_disk
-from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import VALID_INPUTS, costly_inputs
 from benchmarks.hostile.kept import stored_requests
-from benchmarks.hostile.large import large_requests
 from benchmarks.hostile.operations import (
     ADMIN_OPERATIONS,
     OPERATIONS,
+    VALID_INPUTS,
     Operation,
     keep_something,
     named,
@@ -37,8 +35,10 @@ from benchmarks.hostile.operations import (
 from benchmarks.hostile.queues import waits
 from benchmarks.hostile.requests import (
     Request,
+    costly_inputs,
     costly_requests,
     grammar_requests,
+    large_requests,
     long_requests,
     pattern_requests,
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import VALID_INPUTS
+from benchmarks.hostile.bystanders import slowdown
+from benchmarks.hostile.operations import VALID_INPUTS
 from benchmarks.hostile.trial import GAP_BOUND, Row, Trial
 from benchmarks.running_stack import RunningStack
 from tests.support.waiting import until
