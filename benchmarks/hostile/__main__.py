@@ -11,11 +11,15 @@ Exits with status 1 if a bound was exceeded. Arguments after `--` are flags of t
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hostile.connections import ATTACKS
 from benchmarks.hostile.operations import OPERATIONS
+from benchmarks.hostile.requests import REQUESTS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
 _PRINT_EVERY = 10.0
@@ -73,11 +77,18 @@ def main() -> None:
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
     part = arguments.part
-    arguments_of = {"fields": (part, arguments.paths), "admin": (part,)}
+    attacks: dict[str, Callable[[], Iterator[str]]] = {
+        "fields": partial(trial.fields, part, arguments.paths),
+        "admin": partial(trial.admin, part),
+        **{kind: partial(trial.requests, kind) for kind in REQUESTS},
+        **{kind: partial(trial.raw, kind) for kind in ATTACKS},
+        **{"kept": trial.kept, "shown": trial.shown, "gaps": trial.gaps, "unread": trial.unread},
+        **{"disks": trial.disks, "queues": trial.queues},
+    }
     due = time.monotonic()
     with trial:
         for kind in arguments.only:
-            for name in getattr(trial, kind)(*arguments_of.get(kind, ())):
+            for name in attacks[kind]():
                 if time.monotonic() >= due:
                     due = time.monotonic() + _PRINT_EVERY
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)

@@ -72,6 +72,11 @@ OPERATIONS = {
 }
 """By path. A test compares them and `ADMIN_OPERATIONS` with all operations of a server."""
 
+_TRAINER = {
+    "master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2,
+    "timeout": 0.1,
+}  # fmt: skip
+_WEIGHTS = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "packed": False}
 ADMIN_OPERATIONS = {
     operation.path: operation
     for operation in (
@@ -79,34 +84,8 @@ ADMIN_OPERATIONS = {
         Operation("/v1/unload_lora_adapter", ({"lora_name": "hostile"},)),
         Operation("/admin/scale", ({"data_parallel_size": 1},)),
         Operation("/admin/weights", ({"model": "nowhere"},)),
-        Operation(
-            "/init_weight_transfer_engine",
-            (
-                {
-                    "init_info": {
-                        "master_address": "127.0.0.1",
-                        "master_port": 9,
-                        "rank_offset": 1,
-                        "world_size": 2,
-                        "timeout": 0.1,
-                    }
-                },
-            ),
-        ),
-        Operation(
-            "/update_weights",
-            (
-                {
-                    "update_info": {
-                        "names": ["w"],
-                        "dtype_names": ["float32"],
-                        "shapes": [[1]],
-                        "packed": False,
-                    },
-                    "weight_version": "1",
-                },
-            ),
-        ),
+        Operation("/init_weight_transfer_engine", ({"init_info": _TRAINER},)),
+        Operation("/update_weights", ({"update_info": _WEIGHTS, "weight_version": "1"},)),
         Operation("/finish_weight_update", ({"weight_version": "1"},)),
         Operation("/collective_rpc", ({"method": "hostile"},)),
         Operation("/scale_elastic_ep", ({"new_data_parallel_size": 1, "drain_timeout": 1},)),

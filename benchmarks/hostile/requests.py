@@ -1,9 +1,10 @@
 """Well-formed requests that are as costly as their fields, or the size of a body, allow."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.hostile.operations import VALID_INPUTS
 from server.limits import (
     MAX_INPUT_TOKENS,
     MAX_JSON_CONTAINERS,
@@ -34,6 +35,11 @@ def _chat(name: str, **fields: Any) -> Request:
     messages = [{"role": "user", "content": "What news?"}]
     body = {"messages": messages, "max_tokens": 16, **fields}
     return Request(name, "/v1/chat/completions", json.dumps(body).encode())
+
+
+def _response(name: str, **fields: Any) -> Request:
+    body = {"input": _WORD, "max_output_tokens": 1, **fields}
+    return Request(f"/v1/responses {name}", "/v1/responses", json.dumps(body).encode())
 
 
 def _nested(levels: int, opening: str, closing: str, inside: str = "") -> str:
@@ -67,11 +73,6 @@ def costly_requests() -> list[Request]:
         *_of_tools(),
         *_of_blocks(),
     ]  # fmt: skip
-
-
-def _response(name: str, **fields: Any) -> Request:
-    body = {"input": _WORD, "max_output_tokens": 1, **fields}
-    return Request(f"/v1/responses {name}", "/v1/responses", json.dumps(body).encode())
 
 
 def _of_tools() -> list[Request]:
@@ -156,40 +157,21 @@ def pattern_requests() -> list[Request]:
                 ),
                 _chat(f"strict tool: {named}", tools=tools),
                 _chat(f"required tool: {named}", tools=tools, tool_choice="required"),
-                Request(
-                    f"text.format: {named}",
-                    "/v1/responses",
-                    json.dumps(
-                        {"input": _WORD, "text": {"format": format}, "max_output_tokens": 16}
-                    ).encode(),
-                ),
+                _response(f"text.format: {named}", text={"format": format}, max_output_tokens=16),
             ]
         bare = pattern.removeprefix("^").removesuffix("$")
-        custom = {
-            "type": "custom",
-            "name": "f",
-            "format": {"type": "grammar", "syntax": "regex", "definition": bare},
-        }
+        form = {"type": "grammar", "syntax": "regex", "definition": bare}
+        custom = {"type": "custom", "name": "f", "format": form}
         found += [
             _completion(f"regex: {pattern}", structured_outputs={"regex": bare}),
             _completion(f"terminal: {pattern}", structured_outputs={"grammar": f"start: /{bare}/"}),
-            _completion(
-                f"whitespace: {pattern}",
-                structured_outputs={"json": {}, "whitespace_pattern": bare},
-            ),
-            _completion(
-                f"tag: {pattern}",
-                structured_outputs={
-                    "structural_tag": {"format": {"type": "regex", "pattern": bare}}
-                },
-            ),
-            Request(
-                f"custom tool: {pattern}",
-                "/v1/responses",
-                json.dumps({"input": _WORD, "tools": [custom], "max_output_tokens": 16}).encode(),
-            ),
-        ]
-    return found  # fmt: skip
+            _completion(f"whitespace: {pattern}",
+                        structured_outputs={"json": {}, "whitespace_pattern": bare}),
+            _completion(f"tag: {pattern}", structured_outputs={
+                "structural_tag": {"format": {"type": "regex", "pattern": bare}}}),
+            _response(f"custom tool: {pattern}", tools=[custom], max_output_tokens=16),
+        ]  # fmt: skip
+    return found
 
 
 def grammar_requests() -> list[Request]:
@@ -311,7 +293,9 @@ def _call_turns(arguments: str) -> list[dict[str, Any]]:
 
 
 def costly_inputs() -> Iterator[Request]:
-    """Yield requests with inputs at or above the limits of number and length."""
+    """Yield ordinary requests, and those at or above the limits of number and length."""
+    for path, body in VALID_INPUTS.items():
+        yield Request(f"{path} as usual", path, json.dumps(body).encode())
     share = _SIZE // MAX_PROMPTS - 16
     tokens = MAX_INPUT_TOKENS // MAX_PROMPTS
     bodies: dict[str, dict[str, Any]] = {
@@ -409,3 +393,13 @@ _TEXTS = {
     "one word": b"a",
     "blanks": b" ",
 }
+
+
+REQUESTS: dict[str, Callable[[], Iterable[Request]]] = {
+    "costly": costly_requests,
+    "patterns": pattern_requests,
+    "grammars": grammar_requests,
+    "inputs": costly_inputs,
+    "large": large_requests,
+}
+"""By what is costly; `inputs` are for pooling models."""

@@ -16,8 +16,6 @@ from benchmarks.hostile.bystanders import Bystanders, slowdown
 from benchmarks.hostile.connections import (
     ATTACKS,
     FOOLED,
-    UPGRADES,
-    Attack,
     address_of,
     exchange,
     request,
@@ -27,21 +25,12 @@ from benchmarks.hostile.kept import stored_requests
 from benchmarks.hostile.operations import (
     ADMIN_OPERATIONS,
     OPERATIONS,
-    VALID_INPUTS,
     Operation,
     keep_something,
     named,
 )
 from benchmarks.hostile.queues import waits
-from benchmarks.hostile.requests import (
-    Request,
-    costly_inputs,
-    costly_requests,
-    grammar_requests,
-    large_requests,
-    long_requests,
-    pattern_requests,
-)
+from benchmarks.hostile.requests import REQUESTS, long_requests
 from benchmarks.hostile.unread import leave_unread, unread_answers
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
@@ -221,27 +210,11 @@ class Trial:
         headers = [f"Authorization: Bearer {self._key}"] if self._key is not None else []
         return request(path, body, *headers)
 
-    def costly(self) -> Iterator[str]:
-        """Send short requests that are costly to serve."""
-        return self._each(costly_requests())
-
-    def patterns(self, part: Part = ALL) -> Iterator[str]:
-        """Send patterns with nested quantifiers in every field that takes a pattern."""
-        return self._each(piece(pattern_requests(), part))
-
-    def grammars(self) -> Iterator[str]:
-        """Send grammars that are costly to parse, check or follow."""
-        return self._each(grammar_requests())
-
-    def inputs(self) -> Iterator[str]:
-        """Send requests for vectors and scores at their limits."""
-        for path, right in VALID_INPUTS.items():
-            self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
-        return self._each(costly_inputs())
-
-    def large(self, part: Part = ALL) -> Iterator[str]:
-        """Send bodies of maximum size."""
-        return self._each(piece(large_requests(), part))
+    def requests(self, kind: str, part: Part = ALL) -> Iterator[str]:
+        """Send the requests of a kind of `REQUESTS`."""
+        for each in piece(REQUESTS[kind](), part):
+            self.rows.append(self._request(each.name, each.path, each.body))
+            yield each.name
 
     def kept(self) -> Iterator[str]:
         """Continue from, and list, the maximum that the server stores."""
@@ -251,11 +224,6 @@ class Trial:
             else:
                 body = json.dumps(each.body).encode()
                 self.rows.append(self._request(each.name, each.path, body))
-            yield each.name
-
-    def _each(self, requests: Iterable[Request]) -> Iterator[str]:
-        for each in requests:
-            self.rows.append(self._request(each.name, each.path, each.body))
             yield each.name
 
     def shown(self) -> Iterator[str]:
@@ -280,16 +248,9 @@ class Trial:
             self.rows.append(row)
             yield name
 
-    def connections(self) -> Iterator[str]:
-        """Run the clients that are hostile in how they send and read."""
-        return self._each_of(ATTACKS)
-
-    def upgrades(self) -> Iterator[str]:
-        """Hide requests behind protocol upgrades."""
-        return self._each_of(UPGRADES)
-
-    def _each_of(self, attacks: Iterable[Attack]) -> Iterator[str]:
-        for attack in attacks:
+    def raw(self, kind: str) -> Iterator[str]:
+        """Run the clients of a kind of `ATTACKS`."""
+        for attack in ATTACKS[kind]:
             name = attack.__name__.replace("_", " ")
             row = self._measured(name, 0, functools.partial(attack, self._address))
             if row.outcome.startswith(FOOLED):

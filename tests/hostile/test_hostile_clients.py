@@ -35,8 +35,8 @@ def test_requests_patterns_and_grammars_of_any_client_have_bounded_cost() -> Non
     trial = Trial(bystanders=0)
 
     def attacks() -> Iterator[str]:
-        yield from chain(trial.costly(), trial.fields((333, 333)))
-        yield from chain(trial.patterns((4, 4)), trial.grammars())
+        yield from chain(trial.requests("costly"), trial.fields((333, 333)))
+        yield from chain(trial.requests("patterns", (4, 4)), trial.requests("grammars"))
 
     made = rows(trial, attacks)
     found = {row.name: row.outcome for row in made}
@@ -46,19 +46,23 @@ def test_requests_patterns_and_grammars_of_any_client_have_bounded_cost() -> Non
 
 def test_inputs_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields((100, 100), paths=VALID_INPUTS)))
+    rows(
+        trial, lambda: chain(trial.requests("inputs"), trial.fields((100, 100), paths=VALID_INPUTS))
+    )
 
 
 def test_connections_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, bystanders=0)
-    rows(trial, lambda: chain(trial.connections(), trial.upgrades()))
+    rows(trial, lambda: chain(trial.raw("connections"), trial.raw("upgrades")))
 
 
 def test_requests_with_a_key_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
 
     def attacks() -> Iterator[str]:
-        yield from chain(trial.large((4, 4)), trial.kept(), trial.shown(), trial.admin((20, 20)))
+        yield from chain(
+            trial.requests("large", (4, 4)), trial.kept(), trial.shown(), trial.admin((20, 20))
+        )
         yield from trial.unread((2, 2))
 
     rows(trial, attacks)
@@ -66,7 +70,7 @@ def test_requests_with_a_key_have_bounded_cost() -> None:
 
 def test_bodies_of_clients_without_key_are_not_read() -> None:
     trial = Trial(*SIMULATED, key=KEY, with_key=False, bystanders=0)
-    for row in rows(trial, lambda: chain(trial.large((10, 10)), trial.shown())):
+    for row in rows(trial, lambda: chain(trial.requests("large", (10, 10)), trial.shown())):
         if not row.name.startswith("GET "):
             assert row.outcome.startswith("401, "), row.name
             assert row.cost.memory <= 2**22, row.name
