@@ -78,11 +78,11 @@ class Row:
 
     name: str
     outcome: str
-    size: int
-    """Bytes of the request's body; 0 if there is no single one."""
-    cost: Cost
     started_at: float
     ended_at: float
+    size: int = 0
+    """Bytes of the request's body; 0 if there is no single one."""
+    cost: Cost = field(default_factory=Cost)
     wrong: list[str] = field(default_factory=list)
     """Exceeded bounds, and unexpected answers."""
     gap_ratio: float | None = None
@@ -242,7 +242,7 @@ class Trial:
         for name, body in long_requests().items():
             started_at = time.monotonic()
             ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
-            row = Row(name, "", 0, Cost(0, 0.0, 0.0), started_at, time.monotonic(), gap_ratio=ratio)
+            row = Row(name, "", started_at, time.monotonic(), gap_ratio=ratio)
             if ratio > GAP_BOUND:
                 row.wrong.append(f"others' gaps {ratio:.2f} times as long")
             self.rows.append(row)
@@ -270,16 +270,14 @@ class Trial:
         """Fill the disk of a separate server; requires root."""
         name, started_at = "full disk", time.monotonic()
         outcome, wrong = full_disk()
-        nothing = Cost(0, 0.0, 0.0)
-        self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
+        self.rows.append(Row(name, outcome, started_at, time.monotonic(), wrong=wrong))
         yield name
 
     def queues(self) -> Iterator[str]:
         """In a separate server, fill each queue before the engines for one of two tenants."""
         started_at = time.monotonic()
         for name, outcome, wrong in waits():
-            nothing = Cost(0, 0.0, 0.0)
-            self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
+            self.rows.append(Row(name, outcome, started_at, time.monotonic(), wrong=wrong))
             yield name
 
     def _request(self, name: str, path: str, body: bytes) -> Row:
@@ -314,7 +312,7 @@ class Trial:
             min(each.stall for each in costs),
             min(each.silence for each in costs),
         )
-        row = Row(name, outcome, size, cost, started_at, time.monotonic())
+        row = Row(name, outcome, started_at, time.monotonic(), size, cost)
         if row.cost.memory > MEMORY_BOUND + size + held_bytes:
             row.wrong.append(f"grew by {row.cost.memory >> 20} MB")
         if row.cost.stall > STALL_BOUND:

@@ -28,12 +28,12 @@ _PROBE = b"GET /health HTTP/1.1\r\nHost: swell\r\n\r\n"
 class Cost(NamedTuple):
     """Maxima observed since the watch began."""
 
-    memory: int
+    memory: int = 0
     """Bytes by which the process grew."""
-    stall: float
+    stall: float = 0.0
     """Duration of the slowest probe in seconds, minus the time that the loop's thread and the probe
     waited for a CPU."""
-    silence: float
+    silence: float = 0.0
     """Duration of the slowest probe in seconds, including waits for a CPU."""
 
 
