@@ -10,7 +10,7 @@ PARALLEL := -n 4 --dist loadfile
 # Tests start hundreds of processes: what one has compiled, the next need not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help images serve chat test test-strict-device test-deploy test-ray test-faults test-parity test-vllm lint format bench docs docs-site clean
+.PHONY: help images serve chat test test-strict-device test-deploy test-ray test-faults test-parity test-vllm lint format docs docs-site clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -153,16 +153,11 @@ format: $(VENV)/.test ## sort imports, format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.test ## start the stack, load it, print speed, memory and idle CPU
-	$(BIN)/python -m benchmarks.stack_bench $(ARGS)
-
 docs-site: $(VENV)/.test ## build the documentation site in build/site; a dead link is an error
 	$(BIN)/python -m scripts.build_site $(ARGS)
 
 docs: $(VENV)/.test ## generate docs/settings.md and docs/compatibility.md
-	$(BIN)/python scripts/write_settings_doc.py
-	$(BIN)/python scripts/write_agreed_settings.py
-	$(BIN)/python scripts/write_compatibility_doc.py
+	$(BIN)/python -m scripts.write_docs
 
 clean: ## remove what was installed and cached here
 	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +31,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clock_shim import ShiftedClock
 from benchmarks.hostile.disks import small_disk
+from benchmarks.preload import ShiftedClock
 from benchmarks.running_stack import RunningStack
 
 RECOVERY_SECONDS = 30.0
@@ -170,23 +170,17 @@ class Target:
         return {each.pid for each in processes.values()}
 
 
-Disturbance = Callable[[Target], None]
-Setting = Callable[[Path], AbstractContextManager[Target]]
-
-
 @contextmanager
-def plain(directory: Path) -> Iterator[Target]:
+def plain(
+    directory: Path,
+    log: int | None = None,
+    interpreter: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Target]:
     """A stack as started in a container or a terminal."""
     sockets = directory / "sockets"
-    with RunningStack(*FLAGS, "--socket-dir", str(sockets)) as stack:
-        yield Target(stack, sockets)
-
-
-@contextmanager
-def _logging_to(directory: Path, log: int, interpreter: Path | None = None) -> Iterator[Target]:
-    sockets = directory / "sockets"
     flags = (*FLAGS, "--socket-dir", str(sockets))
-    with RunningStack(*flags, log=log, interpreter=interpreter) as stack:
+    with RunningStack(*flags, log=log, interpreter=interpreter, environment=environment) as stack:
         yield Target(stack, sockets)
 
 
@@ -195,7 +189,7 @@ def logging_to_a_pipe(directory: Path) -> Iterator[Target]:
     """A stack whose log is a pipe, read by another process or not at all."""
     reading, writing = os.pipe()
     try:
-        with _logging_to(directory, writing) as target:
+        with plain(directory, writing) as target:
             target.log = reading
             yield target
     finally:
@@ -210,14 +204,14 @@ def logging_to_nothing(directory: Path) -> Iterator[Target]:
     wrapper = directory / "closed"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@" 0<&- 1>&- 2>&-\n')
     wrapper.chmod(0o700)
-    with Path(os.devnull).open("wb") as null, _logging_to(directory, null.fileno(), wrapper) as it:
-        yield it
+    with Path(os.devnull).open("wb") as null, plain(directory, null.fileno(), wrapper) as target:
+        yield target
 
 
 @contextmanager
 def logging_to_a_full_disk(directory: Path) -> Iterator[Target]:
     """A stack whose log disk is always full."""
-    with Path("/dev/full").open("wb") as full, _logging_to(directory, full.fileno()) as target:
+    with Path("/dev/full").open("wb") as full, plain(directory, full.fileno()) as target:
         yield target
 
 
@@ -230,7 +224,7 @@ def logging_to_a_small_disk(directory: Path) -> Iterator[Target]:
         except OSError as error:
             raise Unusable(str(error)) from error
         log = opened.enter_context((disk / "log").open("ab"))
-        target = opened.enter_context(_logging_to(directory, log.fileno()))
+        target = opened.enter_context(plain(directory, log.fileno()))
         target.log_disk = disk
         yield target
 
@@ -246,10 +240,9 @@ def with_its_own_interpreter(directory: Path) -> Iterator[Target]:
         shutil.copy(prefix / "pyvenv.cfg", environment)
     interpreter = environment / "bin" / "python"
     interpreter.symlink_to(Path(sys.executable).resolve())
-    sockets = directory / "sockets"
-    flags = (*FLAGS, "--socket-dir", str(sockets))
-    with RunningStack(*flags, interpreter=interpreter) as stack:
-        yield Target(stack, sockets, interpreter=interpreter)
+    with plain(directory, interpreter=interpreter) as target:
+        target.interpreter = interpreter
+        yield target
 
 
 @contextmanager
@@ -259,10 +252,9 @@ def with_a_clock_that_jumps(directory: Path) -> Iterator[Target]:
         clock = ShiftedClock(directory)
     except OSError as error:
         raise Unusable(f"needs a C compiler: {error}") from error
-    sockets = directory / "sockets"
-    flags = (*FLAGS, "--socket-dir", str(sockets))
-    with RunningStack(*flags, environment=clock.environment) as stack:
-        yield Target(stack, sockets, clock=clock)
+    with plain(directory, environment=clock.environment) as target:
+        target.clock = clock
+        yield target
 
 
 def kill_an_engine(target: Target) -> None:
@@ -365,30 +357,30 @@ def set_the_clock(target: Target) -> None:
     target.clock.shift(-86_400)
 
 
-def _stop(target: Target, name: str, seconds: float, victim: str) -> None:
+def _stop(target: Target, name: str, seconds: float) -> None:
     stopped = target.stack.processes()[name]
     stopped.send_signal(signal.SIGSTOP)
-    target.kill(victim)
+    target.kill("engine 1")
     time.sleep(seconds)
     stopped.send_signal(signal.SIGCONT)
 
 
 def stop_the_supervisor(target: Target) -> None:
     """Stop the supervisor for three seconds, and kill an engine meanwhile."""
-    _stop(target, "supervisor", 3, "engine 1")
+    _stop(target, "supervisor", 3)
 
 
 def stop_the_coordinator(target: Target) -> None:
     """Stop the coordinator for eight seconds, and kill an engine meanwhile."""
-    _stop(target, "coordinator", 8, "engine 1")
+    _stop(target, "coordinator", 8)
 
 
 @dataclass(frozen=True)
 class Scenario:
     """A configuration of a stack, and a disturbance."""
 
-    setting: Setting
-    disturbance: Disturbance
+    setting: Callable[[Path], AbstractContextManager[Target]]
+    disturbance: Callable[[Target], None]
     kills_a_front_end: bool = False
     """Whether it kills a front end, breaking its connections."""
 

@@ -33,11 +33,12 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import psutil
@@ -76,7 +77,6 @@ class Answer:
     output: str = ""
     error: str | None = None
     longest_pause: float = 0.0
-    seconds: float = 0.0
     first_after: float = 0.0
     """Seconds until the first data."""
     port: int = 0
@@ -88,7 +88,6 @@ class Progress:
     """Number of pieces received, to time the strikes."""
 
     pieces: int = 0
-    done: int = 0
     disturbances: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -170,57 +169,46 @@ async def answer(client: httpx.AsyncClient, request: Request, progress: Progress
         if event == "connection.connect_tcp.complete":
             result.port = about["return_value"].get_extra_info("client_addr")[1]
 
+    async def stream() -> str:
+        pieces: dict[int, list[str]] = {}
+        scores: dict[int, list[Any]] = {}
+        reasons: dict[int, str] = {}
+        last: float | None = None
+        async for choices in streamed_choices(client, request.path, request.body, extensions):
+            now = time.monotonic()
+            result.first_after = result.first_after or now - started_at
+            result.longest_pause = max(result.longest_pause, now - (last or now))
+            last = now
+            progress.pieces += 1
+            for choice in choices:
+                index = choice["index"]
+                pieces.setdefault(index, []).append(text_of(choice))
+                if logprobs := choice.get("logprobs"):
+                    pairs = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+                    scores.setdefault(index, []).extend(pairs)
+                if choice.get("finish_reason"):
+                    reasons[index] = choice["finish_reason"]
+        return json.dumps(
+            [[i, "".join(pieces[i]), scores.get(i), reasons.get(i)] for i in sorted(pieces)]
+        )
+
+    async def whole() -> str:
+        response = await client.post(request.path, json=request.body, extensions=extensions)
+        body = response.json()
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code}: {body}")
+        return json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+
     extensions = {"trace": traced}
     try:
-        if request.body.get("stream"):
-            result.output = await _streamed(client, request, progress, result, extensions)
-        else:
-            response = await client.post(request.path, json=request.body, extensions=extensions)
-            body = response.json()
-            if response.status_code != 200:
-                raise ValueError(f"{response.status_code}: {body}")
-            result.output = json.dumps([body["choices"], body["usage"]["completion_tokens"]])
+        result.output = await (stream() if request.body.get("stream") else whole())
     except (httpx.HTTPError, ValueError, ConnectionError) as error:
         result.error = f"{type(error).__name__}: {error}"
-    result.seconds = time.monotonic() - started_at
-    progress.done += 1
     return result
 
 
-async def _streamed(
-    client: httpx.AsyncClient, request: Request, progress: Progress, result: Answer,
-    extensions: dict[str, Any],
-) -> str:  # fmt: skip
-    started_at = time.monotonic()
-    pieces: dict[int, list[str]] = {}
-    scores: dict[int, list[Any]] = {}
-    reasons: dict[int, str] = {}
-    last: float | None = None
-    async for choices in streamed_choices(client, request.path, request.body, extensions):
-        now = time.monotonic()
-        result.first_after = result.first_after or now - started_at
-        result.longest_pause = max(result.longest_pause, now - (last or now))
-        last = now
-        progress.pieces += 1
-        for choice in choices:
-            index = choice["index"]
-            pieces.setdefault(index, []).append(text_of(choice))
-            if logprobs := choice.get("logprobs"):
-                scores.setdefault(index, []).extend(
-                    zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-                )
-            if choice.get("finish_reason"):
-                reasons[index] = choice["finish_reason"]
-    return json.dumps(
-        [[i, "".join(pieces[i]), scores.get(i), reasons.get(i)] for i in sorted(pieces)]
-    )
-
-
-class Disturbance(Protocol):
-    """Strikes once a share of the pieces has arrived."""
-
-    async def run(self, progress: Progress) -> None:
-        """Wait until then, and strike."""
+Disturbance = Callable[[Progress], Awaitable[None]]
+"""Strikes while answers arrive."""
 
 
 async def run(
@@ -231,7 +219,7 @@ async def run(
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         jobs = [asyncio.create_task(answer(client, request, progress)) for request in requests]
         disturbing = (
-            asyncio.create_task(disturbance.run(progress)) if disturbance is not None else None
+            asyncio.ensure_future(disturbance(progress)) if disturbance is not None else None
         )
         answers = await asyncio.gather(*jobs)
         if disturbing is not None:
@@ -239,38 +227,39 @@ async def run(
         return answers
 
 
-class Disturber:
-    """Strikes three times."""
+async def until_arrived(progress: Progress, pieces: float) -> None:
+    """Wait until this many pieces have been received, at most 20 seconds."""
+    deadline = time.monotonic() + 20
+    while True:
+        if progress.pieces >= pieces or time.monotonic() > deadline:
+            return
+        await asyncio.sleep(0.02)
 
-    def __init__(self, stack: RunningStack, stop_seconds: float, expected_pieces: int) -> None:
-        self._stack = stack
-        self._stop_seconds = stop_seconds
-        self._expected = expected_pieces
 
-    async def run(self, progress: Progress) -> None:
-        """Kill an engine, stop another, kill the coordinator; wake the stopped one."""
-        await self._until(progress, 0.15)
-        self._signal(progress, "engine 0", signal.SIGKILL)
-        await self._until(progress, 0.3)
-        stopped = self._signal(progress, "engine 1", signal.SIGSTOP)
-        woken = time.monotonic() + self._stop_seconds
-        await self._until(progress, 0.4)
-        self._signal(progress, "coordinator", signal.SIGKILL)
-        await asyncio.sleep(max(0.0, woken - time.monotonic()))
-        stopped.send_signal(signal.SIGCONT)
+async def strike_three_times(
+    stack: RunningStack, stop_seconds: float, pieces: int, progress: Progress
+) -> None:
+    """Kill an engine, stop another, kill the coordinator; wake the stopped one.
 
-    async def _until(self, progress: Progress, share: float) -> None:
-        deadline = time.monotonic() + 20
-        while True:
-            if progress.pieces >= share * self._expected or time.monotonic() > deadline:
-                return
-            await asyncio.sleep(0.02)
+    Args:
+        pieces: the number of pieces of an undisturbed run.
+    """
 
-    def _signal(self, progress: Progress, name: str, signum: signal.Signals) -> Any:
-        process = self._stack.processes()[name]
+    def send(name: str, signum: signal.Signals) -> psutil.Process:
+        process = stack.processes()[name]
         process.send_signal(signum)
         progress.disturbances.append((time.monotonic(), f"{signum.name} {name}"))
         return process
+
+    await until_arrived(progress, 0.15 * pieces)
+    send("engine 0", signal.SIGKILL)
+    await until_arrived(progress, 0.3 * pieces)
+    stopped = send("engine 1", signal.SIGSTOP)
+    woken = time.monotonic() + stop_seconds
+    await until_arrived(progress, 0.4 * pieces)
+    send("coordinator", signal.SIGKILL)
+    await asyncio.sleep(max(0.0, woken - time.monotonic()))
+    stopped.send_signal(signal.SIGCONT)
 
 
 def report(
@@ -563,7 +552,7 @@ async def strike_transfers(
             for request in requests
         ]
         broken_before = await by_engine(stack, "kv_transfer_failures_total")
-        answers = await run(stack.url, salted, strike, Progress())
+        answers = await run(stack.url, salted, strike.run, Progress())
         over = time.monotonic()
         if not strike.missed:
             remaining.popleft()
@@ -686,10 +675,10 @@ def main() -> int:
         console.print(f"calm: {len(requests)} requests in {time.monotonic() - started_at:.1f} s")
         if options.minutes:
             return 0 if disturb_for_minutes(stack, requests, baseline, options) else 1
-        disturber = Disturber(stack, options.stop_seconds, counted.pieces)
+        disturbance = partial(strike_three_times, stack, options.stop_seconds, counted.pieces)
         progress = Progress()
         started_at = time.monotonic()
-        disturbed = asyncio.run(run(stack.url, requests, disturber, progress))
+        disturbed = asyncio.run(run(stack.url, requests, disturbance, progress))
         console.print(f"storm: {len(requests)} requests in {time.monotonic() - started_at:.1f} s")
         same = report(console, requests, baseline, disturbed, progress)
         stack.stop(timeout=30)

@@ -4,13 +4,12 @@
     python -m benchmarks.gpu_check --device cpu --small     all parts in miniature, without a GPU
 
 Runs the CUDA tests, compares tokens, measures decode steps against memory bandwidth, prefills
-against matrix products, the start of a stack and a served load, and vLLM's figures if it is
-installed. Each part is a separate process with a time limit, so that failures are isolated. Writes
-gpu_check.json and, for the documentation, gpu-check.md.
+against matrix products, the start of a stack and a served load. Each part is a separate process
+with a time limit, so that failures are isolated. Writes gpu_check.json and, for the documentation,
+gpu-check.md.
 """
 
 import argparse
-import importlib
 import json
 import platform
 import random
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -65,6 +64,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
+Device = Literal["cuda", "cpu"]
 _ROOT = Path(__file__).parents[1]
 _SERVED_SECONDS = 140.0
 """For the start of the stack, and again for its load."""
@@ -76,8 +76,8 @@ PAGE_HEAD = """# GPU check
 
 `python -m benchmarks.gpu_check` runs what needs a GPU in one command of less than eight minutes:
 the CUDA tests, comparisons of tokens, decode steps against the bandwidth of a copy, prefills
-against the rate of a matrix product, the start of a stack, a served load, and vLLM's own figures
-where it is installed. `--device cpu --small` runs all parts in miniature.
+against the rate of a matrix product, the start of a stack and a served load. `--device cpu --small`
+runs all parts in miniature.
 """
 SERVED_FIGURES = (
     "completed", "failed", "output_throughput",
@@ -89,7 +89,7 @@ SERVED_FIGURES = (
 class Setup(NamedTuple):
     """Settings of all parts."""
 
-    device: str
+    device: Device
     small: bool
     directory: Path
     """Contains the config of a model with random weights in the shape of Llama 3 8B."""
@@ -108,17 +108,17 @@ class Setup(NamedTuple):
         seqs: int = 256,
     ) -> EngineCore:
         """Return an engine for the model with random weights."""
+        model = ModelConfig(
+            model=str(self.directory),
+            load_format="dummy",
+            dtype="bfloat16",
+            device=self.device,
+            max_model_len=1024 if self.small else None,
+        )
         cache = CacheConfig(
             block_size=16 if self.small else 256,
             enable_prefix_caching=False,
             num_kv_blocks=400 if self.small else None,
-        )
-        settings = ModelConfig(
-            model=str(self.directory),
-            load_format="dummy",
-            dtype="bfloat16",
-            device="cuda" if self.device == "cuda" else "cpu",
-            max_model_len=1024 if self.small else None,
         )
         scheduler = SchedulerConfig(
             max_num_seqs=8 if self.small else seqs,
@@ -127,21 +127,10 @@ class Setup(NamedTuple):
         executor = ExecutorConfig(
             enforce_eager=eager, batch_invariant=invariant and self.device == "cuda"
         )
-        return _core(settings, cache, scheduler, executor)
+        return _core(EngineConfig(model=model, cache=cache, scheduler=scheduler, executor=executor))
 
 
-def _core(
-    model: ModelConfig,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    executor: ExecutorConfig | None = None,
-) -> EngineCore:
-    config = EngineConfig(
-        model=model,
-        cache=cache,
-        scheduler=scheduler,
-        executor=executor or ExecutorConfig(),
-    )
+def _core(config: EngineConfig) -> EngineCore:
     core = EngineCore(config, InProcessExecutor(config), rank=0, incarnation=1)
     core.front_end_joined(0, 1)
     return core
@@ -196,18 +185,15 @@ def cuda_tests(setup: Setup) -> dict[str, Any]:
 def parity(setup: Setup) -> dict[str, Any]:
     """Compare the device's tokens with the CPU's, and those of recorded steps with eager ones."""
 
-    def bundled(device: str) -> list[list[int]]:
-        core = _core(
-            ModelConfig(
-                model=str(BUNDLED_MODEL),
-                dtype="float32",
-                device="cuda" if device == "cuda" else "cpu",
-                max_model_len=512,
+    def bundled(device: Device) -> list[list[int]]:
+        config = EngineConfig(
+            model=ModelConfig(
+                model=str(BUNDLED_MODEL), dtype="float32", device=device, max_model_len=512
             ),
-            CacheConfig(num_kv_blocks=200, block_size=16),
-            SchedulerConfig(max_num_seqs=8),
+            cache=CacheConfig(num_kv_blocks=200, block_size=16),
+            scheduler=SchedulerConfig(max_num_seqs=8),
         )
-        return greedy_tokens(core, 5, 16)
+        return greedy_tokens(_core(config), 5, 16)
 
     shares = {"bundled model, float32": agreement(bundled(setup.device), bundled("cpu"))}
     recorded = greedy_tokens(setup.core(seqs=8, tokens=512), 4, 16)
@@ -266,15 +252,12 @@ def decode_seconds(core: EngineCore, batch: int, prompt: int, tokens: int) -> fl
     return seconds / steps
 
 
-def decode(setup: Setup) -> dict[str, Any]:
+def decode(setup: Setup, core: EngineCore | None = None) -> dict[str, Any]:
     """Measure decode steps against the time to read weights, keys and values.
 
     Of the embeddings, only one row per token is read.
     """
-    return _decoded(setup, setup.core())
-
-
-def _decoded(setup: Setup, core: EngineCore) -> dict[str, Any]:
+    core = core or setup.core()
     bandwidth = copy_bandwidth(setup.device, 2**22 if setup.small else 2**31)
     spec = read_spec(setup.directory)
     prompt, tokens = (8, 16) if setup.small else (128, 96)
@@ -307,12 +290,9 @@ def product_rate(device: str, size: int, repeat: int = 10) -> float:
     return 2.0 * size**3 * repeat / (time.perf_counter() - started_at)
 
 
-def prefill(setup: Setup) -> dict[str, Any]:
+def prefill(setup: Setup, core: EngineCore | None = None) -> dict[str, Any]:
     """Measure steps full of prompt tokens against the rate of a matrix product."""
-    return _prefilled(setup, setup.core())
-
-
-def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
+    core = core or setup.core()
     rate = product_rate(setup.device, 256 if setup.small else 8192)
     spec = read_spec(setup.directory)
     length, prompts = (64, 4) if setup.small else (2048, 8)
@@ -337,7 +317,7 @@ def _prefilled(setup: Setup, core: EngineCore) -> dict[str, Any]:
 def invariant(setup: Setup) -> dict[str, Any]:
     """Measure prefills and decode steps with --batch-invariant; on a CPU without it."""
     core = setup.core(invariant=True)
-    return {"prefill": _prefilled(setup, core), "decode": _decoded(setup, core)}
+    return {"prefill": prefill(setup, core), "decode": decode(setup, core)}
 
 
 def served(setup: Setup) -> dict[str, Any]:
@@ -365,40 +345,6 @@ def served(setup: Setup) -> dict[str, Any]:
     return {"start_s": stack.ready_after, **{name: found[name] for name in SERVED_FIGURES}}
 
 
-def vllm(setup: Setup) -> dict[str, Any]:
-    """Return the time of vLLM's decode steps with the same model, if vLLM is installed.
-
-    It is a whole batch's time minus that of one token, per further token.
-    """
-    if find_spec("vllm") is None:
-        return {"skipped": "vLLM is not installed"}
-    package: Any = importlib.import_module("vllm")
-    prompt, tokens = (8, 16) if setup.small else (128, 96)
-    model = package.LLM(
-        model=str(setup.directory), load_format="dummy", skip_tokenizer_init=True,
-        dtype="bfloat16", max_model_len=1024, enable_prefix_caching=False,
-    )  # fmt: skip
-    vocabulary = read_spec(setup.directory).vocab_size
-
-    def seconds(batch: int, count: int) -> float:
-        sampling = package.SamplingParams(
-            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
-        )
-        ids = [[(7 * n + 3 * i) % vocabulary for i in range(prompt)] for n in range(batch)]
-        prompts = [{"prompt_token_ids": each} for each in ids]
-        started_at = time.perf_counter()
-        model.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - started_at
-
-    rows = {}
-    for batch in setup.batches:
-        seconds(batch, 2)  # warms up
-        first, whole = seconds(batch, 1), seconds(batch, tokens)
-        step = (whole - first) / (tokens - 1)
-        rows[str(batch)] = {"step_ms": 1e3 * step, "tokens_per_s": batch / step}
-    return {"version": str(package.__version__), "batches": rows}
-
-
 PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
     "tests": (cuda_tests, 120),
     "parity": (parity, 90),
@@ -406,7 +352,6 @@ PARTS: dict[str, tuple[Callable[[Setup], dict[str, Any]], float]] = {
     "prefill": (prefill, 60),
     "invariant": (invariant, 90),
     "served": (served, 150),
-    "vllm": (vllm, 180),
 }
 """Parts in order, with their time limits in seconds."""
 

@@ -17,6 +17,8 @@ import shutil
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,27 +43,6 @@ TOKENS = 128
 
 _MODULE = "from engine.core.extensions import Worker\n\n\ndef rank(worker: Worker) -> int:\n"
 _MODULE += "    return worker.rank\n"
-
-
-def ask(url: str, path: str, body: object = None) -> Any:
-    """Send a GET, or a POST with a body; return the answer.
-
-    Raises:
-        RuntimeError: it was refused; the message has the status and the answer.
-        OSError: there was no answer.
-    """
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
-    headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}
-    try:
-        data = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, data, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{answer.status} {text}")
-    return json.loads(text)
 
 
 @dataclass
@@ -141,8 +122,21 @@ class Scene:
     """Text of each client's answer."""
 
     def ask(self, path: str, body: object = None) -> Any:
-        """Send a call; return the answer."""
-        return ask(self.stack.url, path, body)
+        """Send a GET, or a POST with a body; return the answer.
+
+        Raises:
+            RuntimeError: it was refused; the message has the status and the answer.
+            OSError: there was no answer.
+        """
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.stack.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RuntimeError(f"{error.code} {error.read().decode()}") from None
 
     def infos(self) -> dict[int, dict[str, Any]]:
         """Return what engines say of themselves, by rank."""
@@ -314,7 +308,8 @@ class Outcome:
     """What answers said when they began, "" of the first weights."""
 
 
-class Clients:
+@contextmanager
+def clients(scene: Scene, number: int) -> Iterator[list[Client]]:
     """Clients that stream until the block ends, each to the end of its last answer.
 
     The block begins when all have received something.
@@ -322,24 +317,20 @@ class Clients:
     Raises:
         TimeoutError: one hangs.
     """
-
-    def __init__(self, scene: Scene, number: int) -> None:
-        self._over = threading.Event()
-        self.all = [Client(scene.stack.url, seed, self._over) for seed in range(number)]
-
-    def __enter__(self) -> list[Client]:
-        for client in self.all:
-            client.start()
-        until(lambda: all(each.receives.is_set() or each.streams for each in self.all))
-        return self.all
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        until(lambda: not any(each.is_alive() for each in self.all))
+    over = threading.Event()
+    started = [Client(scene.stack.url, seed, over) for seed in range(number)]
+    for client in started:
+        client.start()
+    until(lambda: all(each.receives.is_set() or each.streams for each in started))
+    try:
+        yield started
+    finally:
+        over.set()
+    until(lambda: not any(each.is_alive() for each in started))
 
 
 @contextmanager
-def running_scene(clients: int) -> Iterator[Scene]:
+def running_scene(num_clients: int) -> Iterator[Scene]:
     """Start a stack; get each client's answer."""
     with TemporaryDirectory(prefix="operators-") as name:
         directory = Path(name)
@@ -357,7 +348,7 @@ def running_scene(clients: int) -> Iterator[Scene]:
             environment={"PYTHONPATH": name},
         ) as stack:  # fmt: skip
             scene = Scene(stack, directory)
-            with Clients(scene, clients) as undisturbed:
+            with clients(scene, num_clients) as undisturbed:
                 pass
             scene.undisturbed = [each.streams[0].text for each in undisturbed]
             yield scene
@@ -371,14 +362,14 @@ def see(scene: Scene, *cases: str) -> Outcome:
         TimeoutError: it was without effect, or a client hangs.
     """
     first, *others = (step for case in cases for step in CASES[case])
-    with Clients(scene, len(scene.undisturbed)) as clients:
+    with clients(scene, len(scene.undisturbed)) as streaming:
         before = time.monotonic()
         first(scene)
         seconds = time.monotonic() - before
         for step in others:
             step(scene)
     outcome = Outcome(seconds)
-    for client, whole in zip(clients, scene.undisturbed, strict=True):
+    for client, whole in zip(streaming, scene.undisturbed, strict=True):
         for each in client.streams:
             outcome.longest_pause = max(outcome.longest_pause, each.longest_pause)
             outcome.versions.add(each.version)

@@ -7,11 +7,10 @@ them to the engines, which keep serving: later completions come from the new pol
 printed, too: it is close to zero if the weights are the same.
 
     python -m benchmarks.policy_gradient
-    python -m benchmarks.policy_gradient --steps 40 --engines 1 --output-dir /tmp/rewards
+    python -m benchmarks.policy_gradient --steps 40 --engines 1 --plot /tmp/rewards.png
 """
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.running_stack import RunningStack
 from engine.shared.config.model import BUNDLED_MODEL
-from engine.shared.writable import writable_directory
+from engine.shared.writable import writable_file
 from swell.trainer import WeightSender
 
 PROMPTS = (
@@ -96,11 +96,8 @@ class Trainer:
         self._model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.0)
 
-    def checkpoint(self) -> dict[str, Tensor]:
-        """Return the weights by their names in the checkpoint, with separate experts."""
-        return dict(self._apart())
-
-    def _apart(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights with their names in the checkpoint, with separate experts."""
         for name, weight in self._model.named_parameters():
             layer, _, kind = name.partition(".experts.")
             if not kind:
@@ -171,31 +168,11 @@ def train(url: str, steps: int, rate: float) -> Iterator[Step]:
             error = trainer.learn(samples, gains_of(rewards))
             learnt = time.monotonic()
             version, expected = expected, f"step-{step + 1}"
-            sender.send(trainer.checkpoint(), expected)
+            sender.send(dict(trainer.weights()), expected)
             yield Step(
                 step, version or "(checkpoint)", float(rewards.mean()), error,
                 sampled - started_at, learnt - sampled, time.monotonic() - learnt,
             )  # fmt: skip
-
-
-def save(steps: Sequence[Step], directory: Path) -> list[Path]:
-    """Write the results, and a plot if matplotlib is installed; return the paths."""
-    table = directory / "rewards.csv"
-    with table.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Step._fields)
-        writer.writerows(steps)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return [table]
-    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    axes.plot([each.step for each in steps], [each.reward for each in steps])
-    axes.set(xlabel="updates of the served weights", ylabel="mean reward", ylim=(0, 1))
-    plot = directory / "rewards.png"
-    figure.savefig(plot, format="png")
-    return [table, plot]
 
 
 def main() -> int:
@@ -204,9 +181,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24, help="updates of the weights")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
-    parser.add_argument("--output-dir", type=Path, default=Path("build/policy_gradient"))
+    parser.add_argument("--plot", type=Path, default=Path("build/rewards.png"))
     options = parser.parse_args()
-    writable_directory(str(options.output_dir))
+    writable_file(options.plot)
     torch.manual_seed(1)
     done: list[Step] = []
     flags = ("--admin-key", KEY, "--data-parallel-size", str(options.engines))
@@ -222,12 +199,19 @@ def main() -> int:
                 flush=True,
             )
     fifth = max(1, len(done) // 5)
-    first, last = (
-        sum(each.reward for each in part) / fifth for part in (done[:fifth], done[-fifth:])
-    )
+    first, last = (fmean(each.reward for each in part) for part in (done[:fifth], done[-fifth:]))
     print(f"mean reward of the first {fifth} steps {first:.3f}, of the last {last:.3f}")
-    for path in save(done, options.output_dir):
-        print(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("the extra `plot` is not installed: no plot")
+    else:
+        figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+        axes = figure.subplots()
+        axes.plot([each.reward for each in done])
+        axes.set(xlabel="updates of the served weights", ylabel="mean reward", ylim=(0, 1))
+        figure.savefig(options.plot)
+        print(options.plot)
     return 0 if last > first else 1
 
 

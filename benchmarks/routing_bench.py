@@ -1,9 +1,7 @@
 """Compares routing policies in virtual time: skewed lengths, bursts and shared prefixes.
 
-Engine cores, schedulers, front ends' members, loads and block indexes, the load table and the
-policies are the production classes; only the model and the clock are simulated. Every policy in
-`server.router.routing.POLICIES` takes part. Only one that reads a block index, as `PrefixAware`
-does, needs a change here: `Simulation` creates the indexes.
+Engine cores, schedulers, front ends' routers and the load table are the production classes; only
+the model and the clock are simulated. Every policy in `server.router.routing.POLICIES` takes part.
 
 python -m benchmarks.routing_bench
 python -m benchmarks.routing_bench --engines 16 --requests 4000
@@ -25,7 +23,6 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from numpy import quantile
-from rich.progress import Progress
 
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
@@ -53,12 +50,16 @@ from engine.shared.messages import (
     StepOutputs,
 )
 from server.router.block_index import BlockIndex
-from server.router.delivery import Delivery
-from server.router.events import Deliver, Send
-from server.router.load import Loads
+from server.router.events import (
+    Action,
+    Deliver,
+    EngineHello,
+    Send,
+    SendIfReachable,
+)
 from server.router.load_table import LoadTable, create_load_table
-from server.router.members import Members
 from server.router.request import RoutedRequest
+from server.router.router import Router
 from server.router.routing import POLICIES, PrefixAware, RoutingPolicy
 from server.router.split import Split
 
@@ -226,15 +227,10 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "skewed lengths": skewed,
-    "bursts": bursts,
-    "shared prefixes": shared_prefixes,
-    "chats": chats,
-    "few-shot": few_shot,
-    "agents": agents,
-    "documents": documents,
+    "skewed lengths": skewed, "bursts": bursts, "shared prefixes": shared_prefixes,
+    "chats": chats, "few-shot": few_shot, "agents": agents, "documents": documents,
     "stories": stories,
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -254,73 +250,6 @@ class Result:
     prompt_tokens: int = 0
     output_tokens: int = 0
     ended: float = 0.0
-
-
-class FrontEnd:
-    """A front end, numbered `index`, that only routes."""
-
-    def __init__(
-        self,
-        index: int,
-        policy: RoutingPolicy,
-        table: LoadTable,
-        view: ClusterView,
-        blocks: BlockIndex | None = None,
-        split: Split | None = None,
-    ) -> None:
-        self._members = Members(index + 1, _GRACE)
-        self._loads = Loads(index, index + 1, _GRACE, table)
-        self.blocks = blocks
-        self._delivery = Delivery(
-            front_end=index,
-            first_id=index << 32,
-            members=self._members,
-            loads=self._loads,
-            policy=policy,
-            index=blocks,
-            split=split,
-        )
-        self._members.take_view(view, 0.0)
-        for engine in view.engines:
-            hello = RouteHello(engine.rank, engine.incarnation, 1)
-            self._members.hello_received(b"%d" % engine.rank, hello, 0.0)
-
-    def observe(self, stats: EngineStats, now: float) -> None:
-        """Record an engine's stats."""
-        route = self._members.find(stats.rank, stats.incarnation)
-        if route is not None:
-            self._loads.observe(route, stats, now)
-
-    def questions(self, now: float) -> list[tuple[int, KvBlocksQuery]]:
-        """Return the requests for block changes to send, with the engines' ranks."""
-        if self.blocks is None:
-            return []
-        routes = self._members.routes.values()
-        return [(int(to), question) for to, question in self.blocks.queries_due(routes, now)]
-
-    def begin(self, request: RoutedRequest, now: float) -> Send:
-        """Choose an engine for a new request; return the message to send."""
-        self._delivery.begin(request)
-        return self._send(request, now)
-
-    def take(
-        self, outputs: list[RequestOutput], stats: EngineStats, now: float
-    ) -> tuple[list[tuple[RoutedRequest, RequestOutput]], list[Send]]:
-        """Return the outputs that clients see, and the messages to send next."""
-        actions = self._delivery.outputs(StepOutputs(stats, outputs), 0, now)
-        shown = [
-            each for action in actions if isinstance(action, Deliver) for each in action.outputs
-        ]
-        sent = []
-        for request in self._delivery.take_prefilled():
-            self._delivery.renumber(request, now)
-            sent.append(self._send(request, now))
-        return shown, sent
-
-    def _send(self, request: RoutedRequest, now: float) -> Send:
-        send = self._delivery.send(request, now)[0]
-        assert isinstance(send, Send)
-        return send
 
 
 class _Engine:
@@ -429,24 +358,23 @@ class Simulation:
             self._engines.append(
                 _Engine(rank, front_ends, role, self._engines, self._after, settled)
             )
-        entries = [
-            EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, None)
-            for rank, engine in enumerate(self._engines)
-        ]
-        view = ClusterView(1, 1, 0, True, entries, front_ends)
-        self._front_ends = [
-            FrontEnd(
-                index,
-                policy(index),
-                LoadTable(table, index_on_node),
-                view,
-                BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
-                Split(split_length, policy(index)) if prefill_engines else None,
+        self._routers = [
+            Router(
+                front_end=index,
+                incarnation=index + 1,
+                first_id=index << 32,
+                policy=policy(index),
+                table=LoadTable(directory / f"loads-{index // per_node}", index % per_node),
+                grace=_GRACE,
+                max_resumes=3,
+                resume_timeout=_GRACE,
+                halted_timeout=_GRACE,
+                index=BlockIndex(index, INDEX_BLOCKS) if policy is PrefixAware else None,
+                split=Split(split_length, policy(index)) if prefill_engines else None,
             )
             for index in range(front_ends)
-            for node, index_on_node in [divmod(index, per_node)]
-            for table in [directory / f"loads-{node}"]
         ]
+        self._views = 0
         self._specs: list[Spec] = []
         self._num_open = 0
         self._tokens: dict[int, list[int]] = {}
@@ -460,11 +388,13 @@ class Simulation:
     def run(self, specs: list[Spec]) -> Result:
         """Serve all requests, including follow-ups."""
         self._expect(specs)
-        self._at(VIEW_INTERVAL, self._publish)
-        for index, front_end in enumerate(self._front_ends):
-            if front_end.blocks is not None:
-                first = BLOCK_QUERY_INTERVAL * index / len(self._front_ends)
-                self._at(first, partial(self._follow, front_end))
+        self._publish(0.0)
+        for index, router in enumerate(self._routers):
+            for rank in range(len(self._engines)):
+                router.handle(EngineHello(b"%d" % rank, RouteHello(rank, rank + 1, 1)), 0.0)
+            if router.index is not None:
+                first = BLOCK_QUERY_INTERVAL * index / len(self._routers)
+                self._at(first, partial(self._follow, router))
         while self._num_open:
             self._now, _, event = heapq.heappop(self._events)
             event(self._now)
@@ -481,10 +411,9 @@ class Simulation:
             self._num_open += 1
             self._at(spec.at, partial(self._arrive, index, spec))
 
-    def _follow(self, front_end: FrontEnd, now: float) -> None:
-        for rank, question in front_end.questions(now):
-            self._at(now + HOP, partial(self._receive, rank, question))
-        self._at(now + BLOCK_QUERY_INTERVAL, partial(self._follow, front_end))
+    def _follow(self, router: Router, now: float) -> None:
+        self._perform(router.block_queries(now), now)
+        self._at(now + BLOCK_QUERY_INTERVAL, partial(self._follow, router))
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
         self._num_events += 1
@@ -494,26 +423,38 @@ class Simulation:
         self._at(self._now + seconds, event)
 
     def _publish(self, now: float) -> None:
-        for engine in self._engines:
-            if engine.stats is not None:
-                for front_end in self._front_ends:
-                    front_end.observe(engine.stats, now)
+        entries = [
+            EngineEntry(rank, rank + 1, True, "node", 0, engine.core.setup, engine.stats)
+            for rank, engine in enumerate(self._engines)
+        ]
+        self._views += 1
+        view = ClusterView(1, self._views, 0, True, entries, len(self._routers))
+        for router in self._routers:
+            self._perform(router.handle(view, now), now)
         self._at(now + VIEW_INTERVAL, self._publish)
 
     def _arrive(self, index: int, spec: Spec, now: float) -> None:
-        sender = index % len(self._front_ends)
+        sender = index % len(self._routers)
         sampling = SamplingParams(max_tokens=spec.output_tokens, seed=index, ignore_eos=True)
         request = RoutedRequest(AddRequest(0, str(index), sender, 0, spec.prompt, sampling))
-        self._send(self._front_ends[sender].begin(request, now))
+        self._perform(self._routers[sender].submit(request, now), now)
         self._arrived[index] = now
         self.result.prompt_tokens += len(spec.prompt)
         self.result.expected += request.expected_cached or 0
         if spec.then is not None:
             self._tokens[index] = list(spec.prompt)
 
-    def _send(self, send: Send) -> None:
-        assert isinstance(send.message, AddRequest)
-        self._after(HOP, partial(self._receive, send.rank, send.message))
+    def _perform(self, actions: list[Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case (
+                    Send(message=AddRequest() as message)
+                    | SendIfReachable(message=KvBlocksQuery() as message)
+                ):
+                    self._after(HOP, partial(self._receive, int(action.to), message))
+                case Deliver():
+                    for request, output in action.outputs:
+                        self._show(int(request.message.request_id), output, now)
 
     def _receive(
         self, rank: int, message: AddRequest | KvBlocksQuery | PrerequisitesSettled, now: float
@@ -538,16 +479,10 @@ class Simulation:
         engine.stepping = False
         engine.stats = step.stats
         for front_end, outputs in step.outputs.items():
-            self._front_ends[front_end].observe(step.stats, now)
-            shown, sent = self._front_ends[front_end].take(outputs, step.stats, now)
-            for send in sent:
-                self._send(send)
-            for request, output in shown:
-                self._show(int(request.message.request_id), output, now)
+            router = self._routers[front_end]
+            self._perform(router.handle(StepOutputs(step.stats, outputs), now), now)
         for front_end, blocks in step.blocks:
-            index = self._front_ends[front_end].blocks
-            if index is not None:
-                index.take(blocks)
+            self._routers[front_end].handle(blocks, now)
         if engine.inbox or engine.core.has_work:
             self._begin(rank, engine, now)
 
@@ -570,50 +505,6 @@ class Simulation:
                 self._expect(then(now, self._tokens.pop(index)))
 
 
-def compare(
-    engines: int,
-    front_ends: int,
-    nodes: int,
-    requests: int,
-    seed: int,
-    *,
-    workloads: Sequence[str] = (),
-    policies: Sequence[str] = (),
-    prefill_engines: Sequence[int] = (0,),
-    split_lengths: Sequence[int] = (512,),
-) -> dict[str, dict[str, Result]]:
-    """Return a result for every workload, policy and split; all serve the same requests.
-
-    Follow-ups differ: they are sent when the answer is complete.
-    """
-    results: dict[str, dict[str, Result]] = {}
-    workloads, policies = workloads or list(WORKLOADS), policies or list(POLICIES)
-    with Progress(transient=True) as progress, tempfile.TemporaryDirectory() as directory:
-        splits = [
-            (count, length)
-            for count in prefill_engines
-            for length in (split_lengths if count else split_lengths[:1])
-        ]
-        ways = list(product(workloads, policies, splits))
-        task = progress.add_task("simulating", total=len(ways))
-        for workload, policy, (count, length) in ways:
-            name = f"{policy} {count}:{engines - count} from {length}" if count else policy
-            progress.update(task, description=f"{workload}, {name}")
-            specs = list(WORKLOADS[workload](random.Random(seed), requests, engines))
-            simulation = Simulation(
-                POLICIES[policy],
-                engines,
-                front_ends,
-                nodes,
-                Path(directory),
-                prefill_engines=count,
-                split_length=length,
-            )
-            results.setdefault(workload, {})[name] = simulation.run(specs)
-            progress.advance(task)
-    return results
-
-
 HEADINGS = (
     "policy", "TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms", "request p50 s",
     "request p99 s", "output tok/s", "busiest / mean", "prompt cached", "expected",
@@ -634,13 +525,27 @@ def row(policy: str, result: Result) -> list[str]:
     ]
 
 
-def show(results: dict[str, dict[str, Result]]) -> None:
-    """Print one Markdown table per workload."""
-    for workload, by_policy in results.items():
-        rows = [row(policy, result) for policy, result in by_policy.items()]
-        lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
-        print(f"\n**{workload}**\n")
-        print("\n".join("| " + " | ".join(line) + " |" for line in lines))
+def compare(options: argparse.Namespace, workload: str) -> None:
+    """Print a Markdown table of every policy and split; all serve the same requests.
+
+    Follow-ups differ: they are sent when the answer is complete.
+    """
+    splits = [
+        (count, length)
+        for count in options.prefill_engines
+        for length in (options.prefill_split_lengths if count else (0,))
+    ]
+    print(f"\n**{workload}**\n\n| {' | '.join(HEADINGS)} |\n{'| --- ' * len(HEADINGS)}|")
+    for policy, (count, length) in product(options.policies, splits):
+        rng = random.Random(options.seed)
+        specs = list(WORKLOADS[workload](rng, options.requests, options.engines))
+        with tempfile.TemporaryDirectory() as directory:
+            result = Simulation(
+                POLICIES[policy], options.engines, options.front_ends, options.nodes,
+                Path(directory), prefill_engines=count, split_length=length,
+            ).run(specs)  # fmt: skip
+        split = f" {count}:{options.engines - count} from {length}" if count else ""
+        print(f"| {' | '.join(row(policy + split, result))} |", flush=True)
 
 
 def main() -> None:
@@ -654,25 +559,15 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=1000, help="per workload and policy")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=())
-    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=())
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument(
         "--prefill-engines", nargs="+", type=int, default=(0,), help="0: all do everything"
     )
     parser.add_argument("--prefill-split-lengths", nargs="+", type=int, default=(512,))
     options = parser.parse_args()
-    results = compare(
-        options.engines,
-        options.front_ends,
-        options.nodes,
-        options.requests,
-        options.seed,
-        workloads=options.workloads,
-        policies=options.policies,
-        prefill_engines=options.prefill_engines,
-        split_lengths=options.prefill_split_lengths,
-    )
-    show(results)
+    for workload in options.workloads:
+        compare(options, workload)
 
 
 if __name__ == "__main__":

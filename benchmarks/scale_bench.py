@@ -189,21 +189,8 @@ class _Fleet:
                 )
 
 
-def _play(address: str, number: int, rate: float, connection: Connection) -> None:
+def _simulate(address: str, number: int, rate: float, connection: Connection) -> None:
     _Fleet(address, number, rate).run(connection)
-
-
-@dataclass
-class _Received:
-    """Counts of what a front end has received."""
-
-    engines: int = 0
-    views: int = 0
-    view_bytes: int = 0
-    stats_age: float = 0.0
-    metrics_bytes: int = 0
-    metrics_series: int = 0
-    metrics_seconds: float = 0.0
 
 
 def _identity(index: int, incarnation: int, addresses: FrontEndAddresses) -> Hello:
@@ -223,7 +210,7 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
     addresses = FrontEndAddresses(bound_address(requests, ""), bound_address(outputs, ""))
     link = ClusterLink(_identity(0, incarnation, addresses), address, HEARTBEAT, transport)
     await link.join()
-    received = _Received()
+    received: dict[str, float] = {"views": 0, "view_bytes": 0}
     metrics = FrontEndMetrics(FrontEndConfig(cluster=ClusterConfig(node="node-0")))
     client = EngineClient(
         front_end=0,
@@ -237,7 +224,15 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
         outputs=outputs,
     )  # fmt: skip
     link.subscribe(client.view_changed)
-    _count(link, received)
+    inbox: Any = link._views
+    decode = inbox.decode
+
+    def counted(frame: bytes) -> Any:
+        received["views"] += 1
+        received["view_bytes"] += len(frame)
+        return decode(frame)
+
+    inbox.decode = counted
     link.ready()
     loop = asyncio.get_running_loop()
     while True:
@@ -245,32 +240,21 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
         if command == "stop":
             return
         view = client.view
-        received.engines = 0 if view is None else sum(each.ready for each in view.engines)
-        ages = client.stats_age.values()
-        received.stats_age = max(ages, default=0.0)
+        engines = 0 if view is None else sum(each.ready for each in view.engines)
+        received["engines"] = engines
+        received["stats_age"] = max(client.stats_age.values(), default=0.0)
         if command == "metrics":
-            for rank in range(received.engines):
+            for rank in range(engines):
                 for series in metrics._sequences.of_engine(rank).histograms.values():
                     series.observe(1.0)
             begun = time.process_time()
             text = metrics.render(client)
-            received.metrics_seconds = time.process_time() - begun
-            received.metrics_bytes = len(text)
-            received.metrics_series = sum(not line.startswith(b"#") for line in text.splitlines())
+            received["metrics_cpu_s"] = round(time.process_time() - begun, 2)
+            received["metrics_MB"] = round(len(text) / 1e6, 2)
+            received["metrics_series"] = sum(
+                not line.startswith(b"#") for line in text.splitlines()
+            )
         connection.send(received)
-
-
-def _count(link: ClusterLink, received: _Received) -> None:
-    """Count what a link receives."""
-    inbox: Any = link._views
-    decode = inbox.decode
-
-    def counted(frame: bytes) -> Any:
-        received.views += 1
-        received.view_bytes += len(frame)
-        return decode(frame)
-
-    inbox.decode = counted
 
 
 def _listen(address: str, directory: Path, connection: Connection) -> None:
@@ -329,7 +313,7 @@ class _Parts:
 
         self._front, self.front_pid = start(_listen, self._address, directory)
         self._rest, _ = start(_others, self._address, front, front_ends)
-        self._fleet, self.fleet_pid = start(_play, self._address, engines, rate)
+        self._fleet, self.fleet_pid = start(_simulate, self._address, engines, rate)
 
     def _coordinator(self) -> "subprocess.Popen[bytes]":
         command = [
@@ -345,10 +329,10 @@ class _Parts:
         self.coordinator.wait()
         self.coordinator = self._coordinator()
 
-    def received(self, command: str = "heard") -> _Received:
+    def received(self, command: str = "heard") -> dict[str, float]:
         """Return the counts of the real front end."""
         self._front.send(command)
-        received: _Received = self._front.recv()
+        received: dict[str, float] = self._front.recv()
         return received
 
     def sent(self, command: str = "sent") -> int:
@@ -360,11 +344,9 @@ class _Parts:
     def wait_for(self, engines: int, within: float = 300.0) -> float:
         """Wait until the front end's view has all engines; return the seconds it took."""
         begun = time.monotonic()
-        while self.received().engines < engines:
+        while (joined := self.received()["engines"]) < engines:
             if time.monotonic() - begun > within:
-                raise TimeoutError(
-                    f"{self.received().engines} of {engines} engines after {within} s"
-                )
+                raise TimeoutError(f"{joined} of {engines} engines after {within} s")
             time.sleep(0.1)
         return time.monotonic() - begun
 
@@ -398,7 +380,8 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
                 (_processor_time(pid) - before) / span
                 for pid, before in zip(measured, times, strict=True)
             )
-            views = after.views - received.views
+            views = after["views"] - received["views"]
+            view_bytes = after["view_bytes"] - received["view_bytes"]
             result: dict[str, object] = {
                 "engines": engines,
                 "front_ends": front_ends,
@@ -407,20 +390,15 @@ def measure(engines: int, front_ends: int, rate: float, seconds: float) -> dict[
                 "front_end_cores": round(front, 3),
                 "simulating_cores": round(fleet, 3),
                 "views_per_s": round(views / span, 1),
-                "kB_per_view": round(
-                    (after.view_bytes - received.view_bytes) / max(1, views) / 1e3, 1
-                ),
-                "oldest_stats_s": round(after.stats_age, 2),
+                "kB_per_view": round(view_bytes / max(1, views) / 1e3, 1),
+                "oldest_stats_s": round(after["stats_age"], 2),
                 "joined_s": round(joined, 1),
             }
             parts.restart_coordinator()
             time.sleep(2 * HEARTBEAT)
             result["joined_again_s"] = round(2 * HEARTBEAT + parts.wait_for(engines), 1)
-            shown = parts.received("metrics")
-            result["metrics_MB"] = round(shown.metrics_bytes / 1e6, 2)
-            result["metrics_series"] = shown.metrics_series
-            result["metrics_cpu_s"] = round(shown.metrics_seconds, 2)
-            return result
+            shown = parts.received("metrics").items()
+            return result | {name: value for name, value in shown if name.startswith("metrics_")}
         finally:
             parts.stop()
 

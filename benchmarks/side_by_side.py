@@ -6,26 +6,24 @@ python -m benchmarks.side_by_side --list
 python -m benchmarks.side_by_side --peer-python ... --sides vLLM "vLLM in Rust" "vLLM in Swell"
 
 The last command compares front ends on vLLM engines: its own in Python, its own in Rust, and
-Swell's, for which Swell must be installed in the peer's environment, too.
+Swell's, for which Swell must be installed in the peer's environment, too. `--swell-args
+"--quantization int8"` measures Swell with 8-bit integers.
 
 Each round starts every server once per model and number of engines, warms it up, and runs all cases
 of that model with `swell bench`, alternating sides. After every server all measurements are written
 to NAME.json, so that nothing is lost if it is stopped, the table of medians and ratios to NAME.md,
-and vLLM's output to NAME.log. At the end the tables are prepended to the file of this kind of
-processor in --results. With --add the runs of an existing NAME.json are included, so a long
+and vLLM's output to NAME.log. With --add the runs of an existing NAME.json are included, so a long
 comparison can be split up. docs/performance.md describes how to create the peer's environment.
 """
 
 import argparse
 import os
 import platform
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,17 +35,16 @@ from rich.console import Console
 
 from benchmarks.make_model import SHAPES, write_model
 from benchmarks.running_stack import RunningStack, StackFailed, swell_bench
+from engine.kernels.processor import kind
 from engine.shared.writable import writable_directory, writable_file
 
-PEER, SWELL, QUANTIZED = "vLLM", "Swell", "Swell int8"
+PEER, SWELL = "vLLM", "Swell"
 RUST, HOSTED = "vLLM in Rust", "vLLM in Swell"
-SIDES = (PEER, SWELL, QUANTIZED, RUST, HOSTED)
+SIDES = (PEER, SWELL, RUST, HOSTED)
 MODEL_NAME = "bench"
 """Model name in requests."""
 START_SECONDS = 600.0
 """vLLM compiles the model with torch."""
-RESULTS = Path(__file__).parent / "results"
-"""One Markdown file per kind of processor, newest comparison first."""
 _KV_BYTES = 2 << 30
 
 
@@ -136,7 +133,7 @@ class Results(msgspec.Struct):
     began: str
     """Start of the first round, date and time."""
     commit: str
-    """Commit of Swell; marked if files differed from it."""
+    """Commit of Swell; ends with `-dirty` if files differed from it."""
     runs: list[Run] = []
     starts: list[Start] = []
     failures: list[str] = []
@@ -154,7 +151,6 @@ def start_server(side: str, model: Path, engines: int, options: argparse.Namespa
         flags += ["--engine-backend", "vllm", "--engine-python", str(options.peer_python)]
     if side not in (PEER, RUST):
         flags += ["--kv-cache-memory-bytes", str(_KV_BYTES), *options.swell_args.split()]
-        flags += ["--quantization", "int8"] if side == QUANTIZED else []
         return RunningStack(*flags, timeout=START_SECONDS)
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // engines)
@@ -330,7 +326,8 @@ def as_markdown(results: Results) -> str:
         seconds = statistics.median(each.seconds for each in of_group)
         memory = statistics.median(each.resident_mb for each in of_group)
         starts.append([model, side, str(engines), f"{seconds:.1f}", f"{memory:,.0f}"])
-    text = f"{results.machine}; {versions}. Medians of {rounds} rounds (lowest to highest).\n\n"
+    text = f"## {results.began} UTC, commit {results.commit}\n\n{results.machine}; {versions}. "
+    text += f"Medians of {rounds} rounds (lowest to highest).\n\n"
     text += f"{_table(rows)}\n{_table(details)}\n{_table(starts)}"
     return text + "".join(f"\nfailed: {failure.splitlines()[0]}\n" for failure in results.failures)
 
@@ -349,94 +346,6 @@ def _table(rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-# -- the file of a kind of processor ---------------------------------------------------------------
-
-FEATURES = (
-    "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2",
-    "sve", "bf16", "asimd",
-)  # fmt: skip
-"""CPU features that determine the speed of matrix products, by Linux names on x86 and ARM."""
-_KIND = (("cpu family", "family"), ("model", "model"), ("CPU part", "part"))
-"""Numbers that distinguish processors with equal names, and their labels."""
-
-
-class Processor(NamedTuple):
-    """The processor of a machine: its name with the numbers of its kind, and its `FEATURES`."""
-
-    name: str
-    features: Sequence[str]
-
-    @property
-    def summary(self) -> str:
-        """Name and features."""
-        return f"{self.name} ({', '.join(self.features) or 'none of the features looked for'})"
-
-    @property
-    def file_name(self) -> str:
-        """Name of its results file."""
-        plain = re.sub(r"\((r|tm)\)", " ", self.name.lower())
-        return "-".join(re.findall(r"[a-z0-9]+", plain)) + ".md"
-
-
-def processor_of(cpuinfo: str) -> Processor:
-    """Return the first processor in /proc/cpuinfo; empty for other systems."""
-    fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    kind = [f"{shown} {fields[name]}" for name, shown in _KIND if name in fields]
-    model = fields.get("model name") or platform.processor() or platform.machine()
-    there = fields.get("flags", fields.get("Features", "")).split()
-    return Processor(", ".join([model, *kind]), [each for each in FEATURES if each in there])
-
-
-def this_processor() -> Processor:
-    """Return the processor of this machine."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return processor_of(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
-
-
-def commit(folder: Path = RESULTS) -> str:
-    """Return the commit of the working tree, marked if files other than results differ from it."""
-    found = []
-    for command in ("rev-parse --short HEAD", f"status --porcelain -- :/ :(exclude){folder}"):
-        done = subprocess.run(
-            ["git", *command.split(" ", 4)], cwd=folder.parent, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        if done.returncode:
-            return "unknown"
-        found.append(done.stdout.strip())
-    return f"{found[0]} with changes" if found[1] else found[0]
-
-
-def insert_first(folder: Path, processor: Processor, heading: str, entry: str) -> Path:
-    """Prepend a comparison to its processor's file; return the file.
-
-    An entry with the same heading is an earlier state of the same comparison, and is replaced.
-
-    Args:
-        folder: directory of the files.
-        processor: the measured processor.
-        heading: time and version, on one line.
-        entry: the results in Markdown.
-    """
-    path = folder / processor.file_name
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
-    title, *older = re.split(r"^## ", before, flags=re.MULTILINE)
-    if not title.strip():
-        title = (
-            f"# {processor.name}\n\n"
-            "What `benchmarks/side_by_side.py` measured on processors of this kind, newest first.\n"
-        )
-    kept = [each for each in older if each.partition("\n")[0] != heading]
-    entries = [f"{heading}\n\n{entry.strip()}\n", *kept]
-    parts = [each.strip() for each in (title, *(f"## {each}" for each in entries))]
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return path
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -450,23 +359,29 @@ def read_results(options: argparse.Namespace) -> Results:
         [options.peer_python, "-c", program], capture_output=True, text=True, check=True
     )
     peer, peer_torch = done.stdout.split()
+    versions = {
+        SWELL: f"{version('swell')} (torch {version('torch')})",
+        PEER: f"{peer} (torch {peer_torch})",
+    }
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return Results(
-        f"{len(os.sched_getaffinity(0))} cores {this_processor().summary}",
-        {
-            SWELL: f"{version('swell')} (torch {version('torch')})",
-            PEER: f"{peer} (torch {peer_torch})",
-        },
-        datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        commit(),
+        machine(Path("/proc/cpuinfo").read_text("utf-8")), versions, began, commit or "?"
     )
 
 
-def keep(results: Results, folder: Path) -> None:
-    """Prepend the measurements, if any, to the results of this kind of processor."""
-    if results.runs:
-        heading = f"{results.began} UTC, commit {results.commit}"
-        path = insert_first(folder, this_processor(), heading, as_markdown(results))
-        print(f"the results are on top of {path}")
+def machine(cpuinfo: str) -> str:
+    """Return the number of cores available, and the name and kind of the first processor."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    # Processors with equal names differ in these numbers.
+    numbers = {"cpu family": "family", "model": "model", "CPU part": "part"}
+    shown = [f"{label} {fields[name]}" for name, label in numbers.items() if name in fields]
+    name = ", ".join([fields.get("model name", platform.machine()), *shown])
+    return f"{len(os.sched_getaffinity(0))} cores {name} ({kind()})"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -477,13 +392,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the cases and end")
     parser.add_argument("--peer-python", type=Path, help="interpreter of the peer's environment")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=(PEER, SWELL))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     parser.add_argument("--output", type=Path, default=Path("build/side_by_side"))
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder with a file per kind of processor"
-    )
     parser.add_argument("--add", action="store_true", help="count the runs of --output, too")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     parser.add_argument("--swell-args", default="", help="more flags for `swell serve`")
@@ -508,16 +420,12 @@ def main() -> int:
     for suffix in (".json", ".md", ".log"):
         writable_file(options.output.with_suffix(suffix))
     options.models = writable_directory(options.models).absolute()
-    options.results = writable_directory(options.results)
     options.peer_python = options.peer_python.absolute()
     results = read_results(options)
     print(results.machine)
     with options.output.with_suffix(".log").open("wb") as log:
         options.peer_log = log.fileno()
-        try:
-            compare(options, results)
-        finally:
-            keep(results, options.results)
+        compare(options, results)
     Console().print(as_markdown(results), soft_wrap=True, markup=False)
     return 1 if results.failures else 0
 

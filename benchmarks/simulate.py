@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Self
 
 from rich.console import Console
 from rich.progress import track
@@ -164,7 +164,24 @@ class Group:
     dummy_steps: int = 0
     """Steps of all ranks that computed nothing."""
 
-    def run(self) -> "Result":
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        tokens = sum(each.output_tokens for each in self.records)
+        return tokens * NS / max(each.last for each in self.records)
+
+    @property
+    def ttft(self) -> float:
+        """Mean seconds to the first token."""
+        return fmean(each.first - each.arrived for each in self.records) / NS
+
+    @property
+    def tpot(self) -> float:
+        """Mean ms per further token of a request."""
+        long = [each for each in self.records if each.output_tokens > 1]
+        return fmean((each.last - each.first) / (each.output_tokens - 1) for each in long) / 1e6
+
+    def run(self) -> Self:
         """Serve the whole load.
 
         Raises:
@@ -220,7 +237,7 @@ class Group:
                     under_way[self.records[id].rank] -= 1
                     if not load.rate:
                         arrivals.append(now + TURNAROUND_NS)
-        return Result.of(self)
+        return self
 
     def _observe(self, table: list[RankState], grants: list[Grant], in_a_row: int) -> int:
         held = any(
@@ -247,37 +264,6 @@ class Group:
                 record.finished = True
                 done.append(output.id)
         return done
-
-
-class Result(NamedTuple):
-    """Results of one load under one policy."""
-
-    rate: float
-    """Output tokens per second."""
-    ttft: float
-    """Mean seconds to the first token."""
-    tpot: float
-    """Mean ms per further token of a request."""
-    longest_hold: int
-    held_without_decodes: int
-    dummy_share: float
-    """Steps without any work, as a fraction of all ranks' steps."""
-    records: list[Record]
-
-    @classmethod
-    def of(cls, group: Group) -> "Result":
-        """Summarize a finished run."""
-        records = group.records
-        long = [each for each in records if each.output_tokens > 1]
-        return cls(
-            sum(each.output_tokens for each in records) * NS / max(each.last for each in records),
-            fmean(each.first - each.arrived for each in records) / NS,
-            fmean((each.last - each.first) / (each.output_tokens - 1) for each in long) / 1e6,
-            group.longest_hold,
-            group.held_without_decodes,
-            group.dummy_steps / group.steps,
-            records,
-        )
 
 
 def main() -> None:

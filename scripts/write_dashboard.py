@@ -55,15 +55,6 @@ _PROCESS = "{{process}} {{host}}"
 _SELECT = 'job=~"$job", model_name=~"$model"'
 
 
-def _target(expression: str, legend: str, *, heatmap: bool) -> dict[str, Any]:
-    return {
-        "datasource": _DATASOURCE,
-        "expr": expression,
-        "legendFormat": legend,
-        "format": "heatmap" if heatmap else "time_series",
-    }
-
-
 def panel(
     title: str,
     targets: dict[str, str],
@@ -105,7 +96,13 @@ def panel(
         "type": kind,
         "datasource": _DATASOURCE,
         "targets": [
-            {"refId": chr(ord("A") + number), **_target(expression, legend, heatmap=heatmap)}
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _DATASOURCE,
+                "expr": expression,
+                "legendFormat": legend,
+                "format": "heatmap" if heatmap else "time_series",
+            }
             for number, (legend, expression) in enumerate(targets.items())
         ],
         "fieldConfig": {

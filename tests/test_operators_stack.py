@@ -30,7 +30,7 @@ BY_ITSELF = [
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with running_scene(clients=4) as started:
+    with running_scene(num_clients=4) as started:
         yield started
 
 

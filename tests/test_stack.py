@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from benchmarks.streams import stream_completion, stream_many
 from tests.support.commands import SWELL, run_swell
 from tests.support.http import Answer, call, complete, completion, everywhere, fetch
 from tests.support.idle import until_idle
 from tests.support.metrics import metric, num_running, total
+from tests.support.streams import stream_completion, stream_many
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.stack

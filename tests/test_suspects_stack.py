@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.running_stack import RunningStack
-from benchmarks.streams import stream_many
 from tests.support.http import MODEL, Answer, fetch
 from tests.support.metrics import num_running
+from tests.support.streams import stream_many
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.stack

@@ -3,7 +3,7 @@
     python -m benchmarks.hostile
     python -m benchmarks.hostile --only connections costly
     python -m benchmarks.hostile --only fields --part 3/20
-    python -m benchmarks.hostile --share 0.1 -- --max-body-bytes 1000000
+    python -m benchmarks.hostile --part 1/10 -- --max-body-bytes 1000000
 
 Exits with status 1 if a bound was exceeded. Arguments after `--` are flags of the server.
 """
@@ -11,16 +11,19 @@ Exits with status 1 if a bound was exceeded. Arguments after `--` are flags of t
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.hostile.connections import ATTACKS
 from benchmarks.hostile.operations import OPERATIONS
+from benchmarks.hostile.requests import REQUESTS
 from benchmarks.hostile.trial import GAP_BOUND, MEMORY_BOUND, STALL_BOUND, Trial
 
 _PRINT_EVERY = 10.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines."""
 
 
 def table(trial: Trial) -> Table:
@@ -56,7 +59,6 @@ def main() -> None:
         *("connections", "upgrades", "unread", "disks", "queues"),
     )
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--share", type=float, default=1.0, help="of the values of fields, 0 to 1")
     parser.add_argument(
         "--part",
         type=_part,
@@ -74,18 +76,22 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     trial = Trial(*arguments.server, key=arguments.key, with_key=not arguments.without_key)
-    share = arguments.share
-    arguments_of = {"fields": (share, arguments.paths, arguments.part), "admin": (share,)}
+    part = arguments.part
+    attacks: dict[str, Callable[[], Iterator[str]]] = {
+        "fields": partial(trial.fields, part, arguments.paths),
+        "admin": partial(trial.admin, part),
+        **{kind: partial(trial.requests, kind) for kind in REQUESTS},
+        **{kind: partial(trial.raw, kind) for kind in ATTACKS},
+        **{"kept": trial.kept, "shown": trial.shown, "gaps": trial.gaps, "unread": trial.unread},
+        **{"disks": trial.disks, "queues": trial.queues},
+    }
     due = time.monotonic()
-    with trial, Progress(console=console) as progress:
+    with trial:
         for kind in arguments.only:
-            task = progress.add_task(kind, total=None)
-            for name in getattr(trial, kind)(*arguments_of.get(kind, ())):
-                progress.update(task, description=f"{kind}: {name}", advance=1)
-                if not console.is_terminal and time.monotonic() >= due:
+            for name in attacks[kind]():
+                if time.monotonic() >= due:
                     due = time.monotonic() + _PRINT_EVERY
                     print(f"{kind}: {name}", file=sys.stderr, flush=True)
-            progress.update(task, total=1, completed=1)
     console.print(table(trial))
     for each in trial.leftovers:
         console.print(f"[red]left behind:[/] {each}")

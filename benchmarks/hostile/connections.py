@@ -57,7 +57,7 @@ def exchange(
         with contextlib.suppress(OSError):
             connection.sendall(wire)
         with contextlib.suppress(OSError):
-            while not _complete(data):
+            while not complete(data):
                 if over is not None:
                     while not select.select([connection], [], [], _POLL_INTERVAL)[0]:
                         if over.is_set():
@@ -70,7 +70,8 @@ def exchange(
     return (int(head[9:12]) if head.startswith(b"HTTP/1.1 ") else 0), body
 
 
-def _complete(data: bytes) -> bool:
+def complete(data: bytes) -> bool:
+    """Return whether an answer has been received to its end."""
     head, separator, body = data.partition(b"\r\n\r\n")
     if not separator:
         return False
@@ -314,25 +315,14 @@ def _summary(ends: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in ends.items())
 
 
-ATTACKS: tuple[Attack, ...] = (
-    trailers,
-    one_trailer,
-    chunk_extensions,
-    tiny_chunks,
-    long_head,
-    pipeline,
-    unfinished_uploads,
-    abandoned_uploads,
-    answered_early,
-    slow_heads,
-    idle_connections,
-    slow_readers,
-    hang_ups,
-)
-
-UPGRADES: tuple[Attack, ...] = (
-    upgrade_of_a_body,
-    upgrade_of_chunks,
-    upgrade_without_a_body,
-    upgrade_pipeline,
-)
+ATTACKS: dict[str, tuple[Attack, ...]] = {
+    "connections": (
+        trailers, one_trailer, chunk_extensions, tiny_chunks, long_head, pipeline,
+        unfinished_uploads, abandoned_uploads, answered_early, slow_heads, idle_connections,
+        slow_readers, hang_ups,
+    ),
+    "upgrades": (
+        upgrade_of_a_body, upgrade_of_chunks, upgrade_without_a_body, upgrade_pipeline,
+    ),
+}  # fmt: skip
+"""By kind: those that send and read in hostile ways, and those that offer another protocol."""

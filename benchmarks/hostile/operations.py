@@ -3,14 +3,20 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.hostile.inputs import VALID_INPUTS
-
 _HI = [{"role": "user", "content": "hi"}]
 _PROMPT = {"prompt": "ROMEO:", "max_tokens": 1}
 _CHAT = {"messages": _HI, "max_tokens": 1}
 _RESPONSE = {"input": "hi", "max_output_tokens": 1}
 _MESSAGE = {"model": "swell-shakespeare", "messages": _HI}
 
+
+VALID_INPUTS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["What news?"]},
+    "/pooling": {"input": [[1, 2, 3]]},
+    "/score": {"text_1": "What news?", "text_2": ["None", "Good"]},
+    "/rerank": {"query": "What news?", "documents": ["None", {"text": "Good"}]},
+}
+"""A minimal request for vectors or scores, by path."""
 
 _POOLING = VALID_INPUTS | {
     "/classify": {"input": ["What news?"]},
@@ -66,6 +72,11 @@ OPERATIONS = {
 }
 """By path. A test compares them and `ADMIN_OPERATIONS` with all operations of a server."""
 
+_TRAINER = {
+    "master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2,
+    "timeout": 0.1,
+}  # fmt: skip
+_WEIGHTS = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "packed": False}
 ADMIN_OPERATIONS = {
     operation.path: operation
     for operation in (
@@ -73,34 +84,8 @@ ADMIN_OPERATIONS = {
         Operation("/v1/unload_lora_adapter", ({"lora_name": "hostile"},)),
         Operation("/admin/scale", ({"data_parallel_size": 1},)),
         Operation("/admin/weights", ({"model": "nowhere"},)),
-        Operation(
-            "/init_weight_transfer_engine",
-            (
-                {
-                    "init_info": {
-                        "master_address": "127.0.0.1",
-                        "master_port": 9,
-                        "rank_offset": 1,
-                        "world_size": 2,
-                        "timeout": 0.1,
-                    }
-                },
-            ),
-        ),
-        Operation(
-            "/update_weights",
-            (
-                {
-                    "update_info": {
-                        "names": ["w"],
-                        "dtype_names": ["float32"],
-                        "shapes": [[1]],
-                        "packed": False,
-                    },
-                    "weight_version": "1",
-                },
-            ),
-        ),
+        Operation("/init_weight_transfer_engine", ({"init_info": _TRAINER},)),
+        Operation("/update_weights", ({"update_info": _WEIGHTS, "weight_version": "1"},)),
         Operation("/finish_weight_update", ({"weight_version": "1"},)),
         Operation("/collective_rpc", ({"method": "hostile"},)),
         Operation("/scale_elastic_ep", ({"new_data_parallel_size": 1, "drain_timeout": 1},)),

@@ -1,9 +1,21 @@
-"""Well-formed requests that are short, and as costly as their fields allow."""
+"""Well-formed requests that are as costly as their fields, or the size of a body, allow."""
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.hostile.operations import VALID_INPUTS
+from server.limits import (
+    MAX_INPUT_TOKENS,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_VALUES,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+)
+
 _WORD = "ROMEO:"
+_SIZE = 4 * 2**20
+"""Size of a body in bytes, the server's limit."""
 
 
 class Request(NamedTuple):
@@ -23,6 +35,11 @@ def _chat(name: str, **fields: Any) -> Request:
     messages = [{"role": "user", "content": "What news?"}]
     body = {"messages": messages, "max_tokens": 16, **fields}
     return Request(name, "/v1/chat/completions", json.dumps(body).encode())
+
+
+def _response(name: str, **fields: Any) -> Request:
+    body = {"input": _WORD, "max_output_tokens": 1, **fields}
+    return Request(f"/v1/responses {name}", "/v1/responses", json.dumps(body).encode())
 
 
 def _nested(levels: int, opening: str, closing: str, inside: str = "") -> str:
@@ -56,11 +73,6 @@ def costly_requests() -> list[Request]:
         *_of_tools(),
         *_of_blocks(),
     ]  # fmt: skip
-
-
-def _response(name: str, **fields: Any) -> Request:
-    body = {"input": _WORD, "max_output_tokens": 1, **fields}
-    return Request(f"/v1/responses {name}", "/v1/responses", json.dumps(body).encode())
 
 
 def _of_tools() -> list[Request]:
@@ -145,40 +157,21 @@ def pattern_requests() -> list[Request]:
                 ),
                 _chat(f"strict tool: {named}", tools=tools),
                 _chat(f"required tool: {named}", tools=tools, tool_choice="required"),
-                Request(
-                    f"text.format: {named}",
-                    "/v1/responses",
-                    json.dumps(
-                        {"input": _WORD, "text": {"format": format}, "max_output_tokens": 16}
-                    ).encode(),
-                ),
+                _response(f"text.format: {named}", text={"format": format}, max_output_tokens=16),
             ]
         bare = pattern.removeprefix("^").removesuffix("$")
-        custom = {
-            "type": "custom",
-            "name": "f",
-            "format": {"type": "grammar", "syntax": "regex", "definition": bare},
-        }
+        form = {"type": "grammar", "syntax": "regex", "definition": bare}
+        custom = {"type": "custom", "name": "f", "format": form}
         found += [
             _completion(f"regex: {pattern}", structured_outputs={"regex": bare}),
             _completion(f"terminal: {pattern}", structured_outputs={"grammar": f"start: /{bare}/"}),
-            _completion(
-                f"whitespace: {pattern}",
-                structured_outputs={"json": {}, "whitespace_pattern": bare},
-            ),
-            _completion(
-                f"tag: {pattern}",
-                structured_outputs={
-                    "structural_tag": {"format": {"type": "regex", "pattern": bare}}
-                },
-            ),
-            Request(
-                f"custom tool: {pattern}",
-                "/v1/responses",
-                json.dumps({"input": _WORD, "tools": [custom], "max_output_tokens": 16}).encode(),
-            ),
-        ]
-    return found  # fmt: skip
+            _completion(f"whitespace: {pattern}",
+                        structured_outputs={"json": {}, "whitespace_pattern": bare}),
+            _completion(f"tag: {pattern}", structured_outputs={
+                "structural_tag": {"format": {"type": "regex", "pattern": bare}}}),
+            _response(f"custom tool: {pattern}", tools=[custom], max_output_tokens=16),
+        ]  # fmt: skip
+    return found
 
 
 def grammar_requests() -> list[Request]:
@@ -294,3 +287,119 @@ def _call_turns(arguments: str) -> list[dict[str, Any]]:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "done"},
     ]
+
+
+# -- vectors and scores ----------------------------------------------------------------------------
+
+
+def costly_inputs() -> Iterator[Request]:
+    """Yield ordinary requests, and those at or above the limits of number and length."""
+    for path, body in VALID_INPUTS.items():
+        yield Request(f"{path} as usual", path, json.dumps(body).encode())
+    share = _SIZE // MAX_PROMPTS - 16
+    tokens = MAX_INPUT_TOKENS // MAX_PROMPTS
+    bodies: dict[str, dict[str, Any]] = {
+        "2,048 words": {"input": ["a"] * MAX_PROMPTS},
+        "2,048 words in base64": {"input": ["a"] * MAX_PROMPTS, "encoding_format": "base64"},
+        "2,049 words": {"input": ["a"] * (MAX_PROMPTS + 1)},
+        "2,048 texts": {"input": ["ab " * (share // 3)] * MAX_PROMPTS},
+        "2,048 texts cut": {
+            "input": ["ab " * (share // 3)] * MAX_PROMPTS,
+            "truncate_prompt_tokens": 1,
+        },
+        "2,048 lists of token ids": {"input": [[5] * (tokens // 4)] * MAX_PROMPTS},
+        "one text": {"input": "qxzj " * (_SIZE // 5 - 20)},
+        "one text cut": {"input": "qxzj " * (_SIZE // 5 - 20), "truncate_prompt_tokens": -1},
+        "one text cut at its end": {
+            "input": "a" * (_SIZE - 100), "truncate_prompt_tokens": -1, "truncation_side": "left",
+        },
+        "token ids": {"input": [300] * (MAX_JSON_VALUES - 10)},
+        "wrong token ids": {"input": [-1] * (MAX_JSON_VALUES - 10)},
+        "empty lists": {"input": [[]] * 30_000},
+        "texts and numbers": {"input": ["a"] * 2000 + [1]},
+        "dimensions": {"input": ["a"] * MAX_PROMPTS, "dimensions": 10**30},
+    }  # fmt: skip
+    for name, body in bodies.items():
+        yield Request(f"/v1/embeddings {name}", "/v1/embeddings", json.dumps(body).encode())
+    many = ["ab"] * (MAX_PROMPTS - 1)
+    at_most: dict[str, dict[str, Any]] = {
+        "/score": {"text_1": "ab", "text_2": many},
+        "/v1/score": {"text_1": ["ab"] * 1024, "text_2": ["ba " * 600] * 1024},
+        "/rerank": {"query": "ab", "documents": many},
+        "/v2/rerank": {"query": "a " * 10**6, "documents": [{"text": "b"}] * 2047},
+        "/pooling": {"input": [[1]] * MAX_PROMPTS, "task": "token_embed"},
+    }
+    for path, body in at_most.items():
+        yield Request(f"{path} at its most", path, json.dumps(body).encode())
+
+
+# -- bodies of maximum size, cheap to send and expensive to hold -----------------------------------
+
+_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/conversations",
+    "/invocations",
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+)
+
+_MESSAGE = b'{"role":"user","content":""},'
+
+
+def large_requests() -> Iterator[Request]:
+    """Yield each body for every path, and texts too long for any model to be tokenized."""
+    for name, body in _bodies().items():
+        for path in _PATHS:
+            yield Request(f"{path} {name}", path, body)
+    for name, piece in _TEXTS.items():
+        yield Request(f"/tokenize {name}", "/tokenize", _filled(b'{"prompt":"', piece, b'"}'))
+
+
+def _filled(start: bytes, piece: bytes, end: bytes, count: int = _SIZE) -> bytes:
+    """Return a body of `count` pieces, or as many as the size limit allows."""
+    count = min(count, (_SIZE - len(start) - len(end)) // len(piece) - 1)
+    return start + piece * count + piece.rstrip(b",") + end
+
+
+def _bodies() -> dict[str, bytes]:
+    ids, nested = MAX_JSON_VALUES - 10, MAX_JSON_CONTAINERS - 10
+    return {
+        "zeros as messages": _filled(b'{"messages":[', b"0,", b"]}"),
+        "zeros as input": _filled(b'{"input":[', b"0,", b"]}"),
+        "token ids": _filled(b'{"prompt":[', b"300,", b"]}", ids),
+        "token ids to decode": _filled(b'{"tokens":[', b"300,", b"]}", ids),
+        "wrong token ids": _filled(b'{"prompt":[', b"-1,", b"]}", ids),
+        "lists of token ids": _filled(b'{"prompt":[', b"[1],", b"]}", 2000),
+        "messages": _filled(b'{"messages":[', _MESSAGE, b"]}", MAX_MESSAGES - 1),
+        "too many messages": _filled(b'{"messages":[', _MESSAGE, b"]}"),
+        "unknown objects": _filled(b'{"prompt":"x","y":[', b"{},", b"]}", nested),
+        "unknown texts": _filled(b'{"prompt":"x","y":[', b'"a,b",', b"]}", MAX_JSON_VALUES // 2),
+        "nested": b'{"messages":' + b"[" * (_SIZE - 100),
+        "template arguments": _filled(
+            b'{"messages":[{"role":"user","content":""}],"chat_template_kwargs":{"a":[',
+            b'{"":0},', b"]}}", nested,
+        ),
+    }  # fmt: skip
+
+
+_TEXTS = {
+    "backslashes": b"\\\\",
+    "words": b"qxzj ",
+    "ideographs": "語".encode(),
+    "one word": b"a",
+    "blanks": b" ",
+}
+
+
+REQUESTS: dict[str, Callable[[], Iterable[Request]]] = {
+    "costly": costly_requests,
+    "patterns": pattern_requests,
+    "grammars": grammar_requests,
+    "inputs": costly_inputs,
+    "large": large_requests,
+}
+"""By what is costly; `inputs` are for pooling models."""

@@ -30,15 +30,9 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks.hostile.bystanders import Bystanders
-from benchmarks.hostile.connections import ATTACKS, UPGRADES, Address, address_of, exchange, request
-from benchmarks.hostile.large import large_requests
+from benchmarks.hostile.connections import ATTACKS, Address, address_of, exchange, request
 from benchmarks.hostile.operations import OPERATIONS, keep_something
-from benchmarks.hostile.requests import (
-    costly_requests,
-    grammar_requests,
-    long_requests,
-    pattern_requests,
-)
+from benchmarks.hostile.requests import REQUESTS, long_requests
 from benchmarks.hostile.trial import field_attacks
 from benchmarks.hostile.unread import leave_unread
 from benchmarks.running_stack import RunningStack
@@ -75,8 +69,6 @@ def hostile_requests(address: Address, document: dict[str, Any]) -> dict[str, li
     fields = field_attacks(
         [each for each in OPERATIONS.values() if not each.pools], document, keep_something(ask)
     )
-    requests_by_kind = costly_requests(), pattern_requests(), grammar_requests(), large_requests()
-    kinds = [_posts([(each.path, each.body) for each in requests]) for requests in requests_by_kind]
     longs = [("/v1/completions", json.dumps(body).encode()) for body in long_requests().values()]
 
     def unread(address: Address, key: str) -> str:
@@ -93,9 +85,13 @@ def hostile_requests(address: Address, document: dict[str, Any]) -> dict[str, li
             )
             for path, body in fields
         ],
-        **dict(zip(("costly", "patterns", "grammars", "large"), kinds, strict=True)),
+        **{
+            kind: _posts([(each.path, each.body) for each in requests()])
+            for kind, requests in REQUESTS.items()
+            if kind != "inputs"
+        },
         "long": _posts(longs),
-        "connections": [raw(attack) for attack in (*ATTACKS, *UPGRADES)],
+        "connections": [raw(attack) for attacks in ATTACKS.values() for attack in attacks],
         "unread": [unread],
     }
 

@@ -12,21 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from benchmarks.hostile.bodies import Body, bodies
-from benchmarks.hostile.bystanders import Bystanders
+from benchmarks.hostile.bystanders import Bystanders, slowdown
 from benchmarks.hostile.connections import (
     ATTACKS,
     FOOLED,
-    UPGRADES,
-    Attack,
     address_of,
     exchange,
     request,
 )
 from benchmarks.hostile.disks import full_disk
-from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import VALID_INPUTS, costly_inputs
 from benchmarks.hostile.kept import stored_requests
-from benchmarks.hostile.large import large_requests
 from benchmarks.hostile.operations import (
     ADMIN_OPERATIONS,
     OPERATIONS,
@@ -35,13 +30,7 @@ from benchmarks.hostile.operations import (
     named,
 )
 from benchmarks.hostile.queues import waits
-from benchmarks.hostile.requests import (
-    Request,
-    costly_requests,
-    grammar_requests,
-    long_requests,
-    pattern_requests,
-)
+from benchmarks.hostile.requests import REQUESTS, long_requests
 from benchmarks.hostile.unread import leave_unread, unread_answers
 from benchmarks.hostile.watch import Cost, Watch
 from benchmarks.running_stack import RunningStack
@@ -78,6 +67,9 @@ _OBEYED = {
 """Valid bodies that would make a server start processes without end."""
 
 T = TypeVar("T")
+Part = tuple[int, int]
+"""(K, N) for every N-th attack, starting with the K-th: all attacks can be sent in N runs."""
+ALL = (1, 1)
 
 
 @dataclass
@@ -86,11 +78,11 @@ class Row:
 
     name: str
     outcome: str
-    size: int
-    """Bytes of the request's body; 0 if there is no single one."""
-    cost: Cost
     started_at: float
     ended_at: float
+    size: int = 0
+    """Bytes of the request's body; 0 if there is no single one."""
+    cost: Cost = field(default_factory=Cost)
     wrong: list[str] = field(default_factory=list)
     """Exceeded bounds, and unexpected answers."""
     gap_ratio: float | None = None
@@ -157,44 +149,29 @@ class Trial:
 
     # -- attacks ---------------------------------------------------------------------------------
 
-    def fields(
-        self,
-        share: float = 1.0,
-        paths: Iterable[str] = tuple(OPERATIONS),
-        part: tuple[int, int] = (1, 1),
-    ) -> Iterator[str]:
-        """Send every field's extreme values; yield the progress after each.
-
-        Args:
-            share: fraction of the values to send, evenly spread.
-            paths: paths of the operations.
-            part: (K, N) for every N-th value, starting with the K-th, to send the values in N runs.
-        """
+    def fields(self, part: Part = ALL, paths: Iterable[str] = tuple(OPERATIONS)) -> Iterator[str]:
+        """Send the extreme values of the fields of these paths; yield the progress after each."""
         stored_ids = self._store_objects()
         operations = [OPERATIONS[path] for path in paths]
         fitting = [each for each in operations if each.pools or not self._pools]
-        return self._worst_values(fitting, stored_ids, share, part)
+        return self._worst_values(fitting, stored_ids, part)
 
-    def admin(self, share: float = 1.0) -> Iterator[str]:
+    def admin(self, part: Part = ALL) -> Iterator[str]:
         """Send extreme values to the operator's endpoints, without the admin key and with it."""
         operations = [*ADMIN_OPERATIONS.values()]
         strangers = self._headers
-        yield from self._worst_values(operations, {}, share)
+        yield from self._worst_values(operations, {}, part)
         self._headers = [f"Authorization: Bearer {ADMIN_KEY}"]
         try:
-            yield from self._worst_values(operations, {}, share)
+            yield from self._worst_values(operations, {}, part)
         finally:
             self._headers = strangers
 
     def _worst_values(
-        self,
-        operations: Sequence[Operation],
-        stored_ids: dict[str, str],
-        share: float,
-        part: tuple[int, int] = (1, 1),
+        self, operations: Sequence[Operation], stored_ids: dict[str, str], part: Part
     ) -> Iterator[str]:
         document = json.loads(self._get("/openapi.json"))
-        found = list(piece(_spread(field_attacks(operations, document, stored_ids), share), part))
+        found = list(piece(field_attacks(operations, document, stored_ids), part))
         number = 0
         for path, group in itertools.groupby(found, key=lambda attack: attack[0]):
             worst: Row | None = None
@@ -233,27 +210,11 @@ class Trial:
         headers = [f"Authorization: Bearer {self._key}"] if self._key is not None else []
         return request(path, body, *headers)
 
-    def costly(self) -> Iterator[str]:
-        """Send short requests that are costly to serve."""
-        return self._each(costly_requests())
-
-    def patterns(self, share: float = 1.0) -> Iterator[str]:
-        """Send patterns with nested quantifiers in every field that takes a pattern."""
-        return self._each(_spread(pattern_requests(), share))
-
-    def grammars(self) -> Iterator[str]:
-        """Send grammars that are costly to parse, check or follow."""
-        return self._each(grammar_requests())
-
-    def inputs(self) -> Iterator[str]:
-        """Send requests for vectors and scores at their limits."""
-        for path, right in VALID_INPUTS.items():
-            self.rows.append(self._request(f"{path} as usual", path, json.dumps(right).encode()))
-        return self._each(costly_inputs())
-
-    def large(self, share: float = 1.0) -> Iterator[str]:
-        """Send bodies of maximum size."""
-        return self._each(_spread(large_requests(), share))
+    def requests(self, kind: str, part: Part = ALL) -> Iterator[str]:
+        """Send the requests of a kind of `REQUESTS`."""
+        for each in piece(REQUESTS[kind](), part):
+            self.rows.append(self._request(each.name, each.path, each.body))
+            yield each.name
 
     def kept(self) -> Iterator[str]:
         """Continue from, and list, the maximum that the server stores."""
@@ -263,11 +224,6 @@ class Trial:
             else:
                 body = json.dumps(each.body).encode()
                 self.rows.append(self._request(each.name, each.path, body))
-            yield each.name
-
-    def _each(self, requests: Iterable[Request]) -> Iterator[str]:
-        for each in requests:
-            self.rows.append(self._request(each.name, each.path, each.body))
             yield each.name
 
     def shown(self) -> Iterator[str]:
@@ -286,22 +242,15 @@ class Trial:
         for name, body in long_requests().items():
             started_at = time.monotonic()
             ratio = slowdown(self._stack.url, body, rounds=_GAP_ROUNDS, seconds=_GAP_SECONDS)
-            row = Row(name, "", 0, Cost(0, 0.0, 0.0), started_at, time.monotonic(), gap_ratio=ratio)
+            row = Row(name, "", started_at, time.monotonic(), gap_ratio=ratio)
             if ratio > GAP_BOUND:
                 row.wrong.append(f"others' gaps {ratio:.2f} times as long")
             self.rows.append(row)
             yield name
 
-    def connections(self) -> Iterator[str]:
-        """Run the clients that are hostile in how they send and read."""
-        return self._each_of(ATTACKS)
-
-    def upgrades(self) -> Iterator[str]:
-        """Hide requests behind protocol upgrades."""
-        return self._each_of(UPGRADES)
-
-    def _each_of(self, attacks: Iterable[Attack]) -> Iterator[str]:
-        for attack in attacks:
+    def raw(self, kind: str) -> Iterator[str]:
+        """Run the clients of a kind of `ATTACKS`."""
+        for attack in ATTACKS[kind]:
             name = attack.__name__.replace("_", " ")
             row = self._measured(name, 0, functools.partial(attack, self._address))
             if row.outcome.startswith(FOOLED):
@@ -309,9 +258,9 @@ class Trial:
             self.rows.append(row)
             yield name
 
-    def unread(self, share: float = 1.0) -> Iterator[str]:
+    def unread(self, part: Part = ALL) -> Iterator[str]:
         """Request large answers on many connections, and read none."""
-        for name, requests in _spread(unread_answers(self._ask, self._headers), share):
+        for name, requests in piece(unread_answers(self._ask, self._headers), part):
             leave = functools.partial(leave_unread, self._address, requests)
             # a front end buffers this much unread data per tenant
             self.rows.append(self._measured(name, 0, leave, held_bytes=MAX_UNSENT_OF_ONE))
@@ -321,16 +270,14 @@ class Trial:
         """Fill the disk of a separate server; requires root."""
         name, started_at = "full disk", time.monotonic()
         outcome, wrong = full_disk()
-        nothing = Cost(0, 0.0, 0.0)
-        self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
+        self.rows.append(Row(name, outcome, started_at, time.monotonic(), wrong=wrong))
         yield name
 
     def queues(self) -> Iterator[str]:
         """In a separate server, fill each queue before the engines for one of two tenants."""
         started_at = time.monotonic()
         for name, outcome, wrong in waits():
-            nothing = Cost(0, 0.0, 0.0)
-            self.rows.append(Row(name, outcome, 0, nothing, started_at, time.monotonic(), wrong))
+            self.rows.append(Row(name, outcome, started_at, time.monotonic(), wrong=wrong))
             yield name
 
     def _request(self, name: str, path: str, body: bytes) -> Row:
@@ -365,7 +312,7 @@ class Trial:
             min(each.stall for each in costs),
             min(each.silence for each in costs),
         )
-        row = Row(name, outcome, size, cost, started_at, time.monotonic())
+        row = Row(name, outcome, started_at, time.monotonic(), size, cost)
         if row.cost.memory > MEMORY_BOUND + size + held_bytes:
             row.wrong.append(f"grew by {row.cost.memory >> 20} MB")
         if row.cost.stall > STALL_BOUND:
@@ -424,17 +371,7 @@ def field_attacks(
                 yield path, body
 
 
-def _spread(found: Iterable[T], share: float) -> Iterator[T]:
-    """Yield an evenly spread fraction; kinds of values are at fixed positions."""
-    due = 0.0
-    for each in found:
-        due += share
-        if due >= 1:
-            due -= 1
-            yield each
-
-
-def piece(found: Iterable[T], part: tuple[int, int]) -> Iterator[T]:
+def piece(found: Iterable[T], part: Part) -> Iterator[T]:
     """Yield every N-th element, starting with the K-th."""
     which, number = part
     return itertools.islice(found, which - 1, None, number)

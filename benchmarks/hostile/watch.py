@@ -15,7 +15,8 @@ import threading
 import time
 from types import TracebackType
 from typing import NamedTuple
-from urllib.parse import urlsplit
+
+from benchmarks.hostile.connections import address_of, complete
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL = 0.004
@@ -27,12 +28,12 @@ _PROBE = b"GET /health HTTP/1.1\r\nHost: swell\r\n\r\n"
 class Cost(NamedTuple):
     """Maxima observed since the watch began."""
 
-    memory: int
+    memory: int = 0
     """Bytes by which the process grew."""
-    stall: float
+    stall: float = 0.0
     """Duration of the slowest probe in seconds, minus the time that the loop's thread and the probe
     waited for a CPU."""
-    silence: float
+    silence: float = 0.0
     """Duration of the slowest probe in seconds, including waits for a CPU."""
 
 
@@ -44,8 +45,7 @@ class Watch:
     """
 
     def __init__(self, url: str, pid: int) -> None:
-        address = urlsplit(url)
-        host_port = (address.hostname or "127.0.0.1", str(address.port or 80))
+        host_port = map(str, address_of(url))
         self._command = [sys.executable, "-m", "benchmarks.hostile.watch", str(pid), *host_port]
 
     def __enter__(self) -> "Watch":
@@ -169,22 +169,12 @@ def processor_waits(*threads: str) -> float:
 def _read_answer(connection: socket.socket) -> bool:
     """Read one answer; return whether the connection can be reused."""
     data = b""
-    while b"\r\n\r\n" not in data:
+    while not complete(data):
         piece = connection.recv(4096)
         if not piece:
             return False
         data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = 0
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            length = int(line.split(b":")[1])
-    while len(body) < length:
-        piece = connection.recv(4096)
-        if not piece:
-            return False
-        body += piece
-    return b"connection: close" not in head.lower()
+    return b"connection: close" not in data.partition(b"\r\n\r\n")[0].lower()
 
 
 def _main(pid: int, host: str, port: int) -> None:

@@ -2,11 +2,7 @@
 
 import argparse
 import json
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +34,7 @@ def test_page_lists_all_findings() -> None:
         "machine": {"device": "H100"},
         "decode": {"batches": {"16": {"of_bound": 0.8125, "step_ms": 12.5}}},
         "served": {"error": "it | broke\nthere"},
-        "vllm": {"list": [1, 2]},
+        "tests": {"list": [1, 2]},
     }
     text = page(found)
     assert text.startswith(PAGE_HEAD)
@@ -62,52 +58,11 @@ def test_step_time_is_compared_with_lower_bound_of_model(setup: Setup) -> None:
 
 def test_failed_or_late_part_does_not_stop_others(setup: Setup) -> None:
     options = argparse.Namespace(device="cpu", small=True, logs=None)
-    assert gpu_check.run_part("vllm", options, setup.directory, 0) == {"error": "no time was left"}
+    assert gpu_check.run_part("served", options, setup.directory, 0) == {
+        "error": "no time was left"
+    }
     (setup.directory / "config.json").write_text("{}")
     assert "error" in gpu_check.run_part("decode", options, setup.directory, 300)
-
-
-class FakeVllm(ModuleType):
-    """What is used of vLLM; its steps take two milliseconds, of a clock that the test moves."""
-
-    __version__ = "0.0"
-
-    def __init__(self, clock: list[float]) -> None:
-        super().__init__("vllm")
-        self.__spec__ = ModuleSpec("vllm", None)
-        self.clock = clock
-        self.asked: list[tuple[int, int]] = []
-        self.made_with: dict[str, Any] = {}
-
-    def LLM(self, **arguments: Any) -> "FakeVllm":
-        self.made_with = arguments
-        return self
-
-    def SamplingParams(self, *, max_tokens: int, **_: Any) -> int:
-        return max_tokens
-
-    def generate(self, prompts: list[dict[str, list[int]]], tokens: int, use_tqdm: bool) -> None:
-        assert all(len(each["prompt_token_ids"]) == 8 for each in prompts)
-        assert not use_tqdm
-        self.asked.append((len(prompts), tokens))
-        self.clock[0] += 0.1 + 0.002 * (tokens - 1)
-
-
-def test_vllm_steps_are_timed_in_one_start_without_prefill(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
-    assert PARTS["vllm"][0](setup) == {"skipped": "vLLM is not installed"}
-    monkeypatch.undo()
-    clock = [0.0]
-    fake = FakeVllm(clock)
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    found = PARTS["vllm"][0](setup)
-    assert fake.made_with["load_format"] == "dummy"
-    assert fake.asked == [(1, 2), (1, 1), (1, 16), (4, 2), (4, 1), (4, 16)]
-    assert found["batches"]["4"]["step_ms"] == pytest.approx(2)
-    assert found["batches"]["4"]["tokens_per_s"] == pytest.approx(2000)
 
 
 def test_files_with_cuda_tests_are_found_and_the_machine_is_named() -> None:

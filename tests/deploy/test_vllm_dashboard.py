@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.running_stack import RunningStack
-from benchmarks.streams import stream_many
 from scripts.check_dashboard import Finding, Query, ask, queries_of, substitute, table
 from scripts.write_dashboard import TARGET
 from tests.deploy.prometheus import Prometheus
 from tests.support.http import MODEL
 from tests.support.metrics import total
+from tests.support.streams import stream_many
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.deploy

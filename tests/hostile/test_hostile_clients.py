@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hostile.gaps import slowdown
-from benchmarks.hostile.inputs import VALID_INPUTS
+from benchmarks.hostile.bystanders import slowdown
+from benchmarks.hostile.operations import VALID_INPUTS
 from benchmarks.hostile.trial import GAP_BOUND, Row, Trial
 from benchmarks.running_stack import RunningStack
 from tests.support.waiting import until
@@ -33,10 +33,12 @@ def rows(trial: Trial, attacks: Callable[[], Iterator[str]]) -> list[Row]:
 
 def test_requests_patterns_and_grammars_of_any_client_have_bounded_cost() -> None:
     trial = Trial(bystanders=0)
-    made = rows(
-        trial,
-        lambda: chain(trial.costly(), trial.fields(0.003), trial.patterns(0.25), trial.grammars()),
-    )
+
+    def attacks() -> Iterator[str]:
+        yield from chain(trial.requests("costly"), trial.fields((333, 333)))
+        yield from chain(trial.requests("patterns", (4, 4)), trial.requests("grammars"))
+
+    made = rows(trial, attacks)
     found = {row.name: row.outcome for row in made}
     assert found["json: ^(a|a)*$ of a text"].startswith("200, ")
     assert found["69 KB of optional letters"].startswith("400, ")
@@ -44,27 +46,31 @@ def test_requests_patterns_and_grammars_of_any_client_have_bounded_cost() -> Non
 
 def test_inputs_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, "--runner", "pooling", bystanders=0)
-    rows(trial, lambda: chain(trial.inputs(), trial.fields(0.01, paths=VALID_INPUTS)))
+    rows(
+        trial, lambda: chain(trial.requests("inputs"), trial.fields((100, 100), paths=VALID_INPUTS))
+    )
 
 
 def test_connections_of_any_client_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, bystanders=0)
-    rows(trial, lambda: chain(trial.connections(), trial.upgrades()))
+    rows(trial, lambda: chain(trial.raw("connections"), trial.raw("upgrades")))
 
 
 def test_requests_with_a_key_have_bounded_cost() -> None:
     trial = Trial(*SIMULATED, key=KEY, bystanders=0)
 
     def attacks() -> Iterator[str]:
-        yield from chain(trial.large(0.25), trial.kept(), trial.shown(), trial.admin(0.05))
-        yield from trial.unread(0.5)
+        yield from chain(
+            trial.requests("large", (4, 4)), trial.kept(), trial.shown(), trial.admin((20, 20))
+        )
+        yield from trial.unread((2, 2))
 
     rows(trial, attacks)
 
 
 def test_bodies_of_clients_without_key_are_not_read() -> None:
     trial = Trial(*SIMULATED, key=KEY, with_key=False, bystanders=0)
-    for row in rows(trial, lambda: chain(trial.large(0.1), trial.shown())):
+    for row in rows(trial, lambda: chain(trial.requests("large", (10, 10)), trial.shown())):
         if not row.name.startswith("GET "):
             assert row.outcome.startswith("401, "), row.name
             assert row.cost.memory <= 2**22, row.name

@@ -55,7 +55,7 @@ def test_streams_survive_an_actor_and_a_node_and_ranks_come_back() -> None:
         calm = asyncio.run(run(stack.url, todo, None, calm_progress))
         progress = Progress()
         strikes = Strikes(four, calm_progress.pieces)
-        stormy = asyncio.run(run(stack.url, todo, strikes, progress))
+        stormy = asyncio.run(run(stack.url, todo, strikes.run, progress))
         # 64 streams are complete and byte for byte the same.
         assert [what for _, what in progress.disturbances] == ["actor", "node"]
         check_same(todo, calm, stormy)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine.shared import settings
-from scripts.write_settings_doc import HEADER
+from scripts.write_docs import SETTINGS_HEADER
 from server.config import FrontEndConfig, HttpConfig, ServeConfig, StoreConfig, TenantConfig
 
 
@@ -26,7 +26,7 @@ def test_database_name_in_logs_hides_credentials() -> None:
 
 def test_example_config_file_is_valid(tmp_path: Path) -> None:
     example = tmp_path / "serve.yaml"
-    example.write_text(HEADER.split("```yaml\n")[1].split("```")[0])
+    example.write_text(SETTINGS_HEADER.split("```yaml\n")[1].split("```")[0])
     config = settings.load(ServeConfig, {}, {}, example)
     assert config.model.served_model_name == ("qwen", "default")
     assert config.model.max_model_len == 16384

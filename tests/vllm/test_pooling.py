@@ -41,7 +41,8 @@ def test_pairs_are_scored_by_a_cross_encoder(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     # vLLM has no attention on CPUs for smaller heads.
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2}))
-    reference = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    reference = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    reference.train(mode=False)
     tokens, at = [*FIRST, *SECOND], len(FIRST)
     raw, score, without = vectors(
         tmp_path,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.streams import stream_completion
 from server.bench.client import complete
 from server.bench.connection import HttpClient
 from server.bench.summary import Record
+from tests.support.streams import stream_completion
 from tests.support.waiting import PATIENCE, until_async
 
 pytestmark = pytest.mark.slow  # it opens sockets

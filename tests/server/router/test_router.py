@@ -93,7 +93,7 @@ def test_waking_paused_engines_notifies_the_coordinator_and_is_timed() -> None:
     assert actions[1:] == [Notify(WakeUp(0, 0, 0))]
     assert router.handle(StepOutputs(stats(0, 10, 1, running=1), []), 1.25) == [Woken(0.25)]
     assert router.handle(StepOutputs(stats(0, 10, 2, running=1), []), 1.5) == []
-    assert len(router.handle(Submit(new_request()), 2.0)) == 1, "they run"
+    assert len(router.submit(new_request(), 2.0)) == 1, "they run"
 
 
 @pytest.mark.parametrize(

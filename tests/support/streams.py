@@ -1,4 +1,4 @@
-"""Streams of completions for benchmarks and tests of whole stacks."""
+"""Streams of completions for tests of whole stacks."""
 
 import asyncio
 import json
