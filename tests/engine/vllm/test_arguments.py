@@ -42,11 +42,18 @@ def test_common_settings_are_passed_and_defaults_left_to_vllm() -> None:
     }  # fmt: skip
 
 
+def test_adapters_stay_in_memory_and_have_a_rank_that_vllm_knows() -> None:
+    lora = LoraConfig(enable_lora=True, max_loras=2, max_cpu_loras=9, max_lora_rank=17)
+    arguments = engine_arguments(EngineConfig(lora=lora), KNOWN)
+    assert {name: value for name, value in arguments.items() if "lora" in name} == {
+        "enable_lora": True, "max_loras": 2, "max_cpu_loras": 9, "max_lora_rank": 32,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "flag"),
     [
         (EngineConfig(model=ModelConfig(quantization="int8")), "--quantization"),
-        (EngineConfig(lora=LoraConfig(enable_lora=True)), "--enable-lora"),
         (EngineConfig(scheduler=SchedulerConfig(speculative_ngram=3)), "--speculative-ngram"),
         (EngineConfig(executor=replace(VLLM, executor="simulated")), "--executor"),
         (EngineConfig(executor=replace(VLLM, batch_invariant=True)), "--batch-invariant"),
