@@ -5,7 +5,6 @@ schedules.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -97,8 +96,9 @@ class MovesNothing(Failover):
 class NeverSuspects(Failover):
     """Tries a request on one engine after the other, regardless of how many it kills."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{**options, "max_resumes": 1000})
+    def __post_init__(self) -> None:
+        self.max_resumes = 1000
+        super().__post_init__()
 
 
 class ConvictsWithoutTrial(Failover):

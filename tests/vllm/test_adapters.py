@@ -169,6 +169,11 @@ def test_response_format_applies_after_reasoning(adapted: RunningStack) -> None:
     message = call(f"{adapted.url}/v1/chat/completions", body)["choices"][0]["message"]
     assert message["reasoning_content"]
     assert set(json.loads(message["content"])) == {"name", "old"}
+    del body["response_format"]
+    body["max_tokens"] = 40
+    message = call(f"{adapted.url}/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert message["content"], "the budget ends the reasoning"
 
 
 def test_required_tool_call_is_generated(adapted: RunningStack) -> None:
