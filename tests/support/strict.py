@@ -17,9 +17,10 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that are only about processors."""
+    """Deselect tests that are only about processors, or about the kernels of real devices."""
     if config.getoption("strict_device"):
-        left_out = [item for item in items if item.get_closest_marker("processor")]
+        markers = ("processor", "real_device")
+        left_out = [item for item in items if any(map(item.get_closest_marker, markers))]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 

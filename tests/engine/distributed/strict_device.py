@@ -99,6 +99,7 @@ class _Placement(TorchFunctionMode):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if func is Tensor.to and any(map(_is_device, (*args[1:2], kwargs.get("device")))):
             rest = args[2:] if _is_device(args[1:2] and args[1]) else args[1:]
+            rest = tuple(each for each in rest if isinstance(each, torch.dtype))
             named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
             where = args[1] if len(rest) < len(args[1:]) else kwargs["device"]
             moved = args[0].to(*rest, **named) if rest or named else args[0]
@@ -107,6 +108,8 @@ class _Placement(TorchFunctionMode):
             where = kwargs["device"]
             kwargs["device"] = CPU
             return on_device(func(*args, **kwargs), where)
+        if func is torch._has_compatible_shallow_copy_type:
+            return False  # `Module.to` then replaces the parameter
         if func is Tensor.pin_memory:
             assert type(args[0]) is Tensor, "pin_memory of a tensor on the device"
             return args[0]

@@ -60,6 +60,7 @@ def test_the_bundled_model_agrees_in_16_bits(block_size: int, eager: bool) -> No
     assert sum(agreeing) >= 0.8 * 8 * len(REQUESTS)
 
 
+@pytest.mark.real_device
 def test_graph_replay_equals_eager_execution(checkpoint: SaveModel) -> None:
     directory = checkpoint("llama").directory
     answers = [
@@ -93,6 +94,7 @@ def test_the_cache_is_sized_by_a_trial_step(checkpoint: SaveModel) -> None:
     assert 0 < blocks(0.3) <= blocks(0.6)
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_the_kernel_attends_and_steps_are_recorded(block_size: int, checkpoint: SaveModel) -> None:
     executor = InProcessExecutor(
