@@ -5,29 +5,18 @@ removed from the table is kept until the last request with it has ended.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.batch.executor import CannotDo
 from engine.lora.adapter_config import BadAdapter
+from engine.lora.store import AdapterStore
 from engine.shared.config import LoraConfig
 from engine.shared.messages import AdapterEntry, AdapterLoadResult, AdapterTable
 
 logger = logging.getLogger(__name__)
-
-
-class AdapterLoader(Protocol):
-    """Loads adapters, and stores them by version: `AdapterStore`, or vLLM's executor."""
-
-    def load(self, path: str, root: str | None) -> "Future[str]": ...
-
-    def drop(self, version: str) -> None: ...
-
-    def __contains__(self, version: object, /) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
 
 
 class AdapterUser(Protocol):
@@ -66,7 +55,7 @@ class AdapterManager:
     """
 
     config: LoraConfig
-    store: AdapterLoader | None
+    store: AdapterStore[Any] | None
     user: AdapterUser
     is_used: Callable[[str], bool]
     report: Callable[[AdapterTable, list[AdapterLoadResult]], None]
@@ -101,10 +90,9 @@ class AdapterManager:
         self.sweep()
         self._report_outcomes()
 
-    def _start_loading(self, entry: AdapterEntry, store: AdapterLoader) -> _Entry:
+    def _start_loading(self, entry: AdapterEntry, store: AdapterStore[Any]) -> _Entry:
         if entry.version and entry.version in store:
-            self.user.hold(entry.version)
-            return _Entry(entry, None, AdapterLoadResult(entry.serial, entry.version))
+            return _Entry(entry, None, self._hold(entry, entry.version))
         others = sum(each.entry.state != "leaving" for each in self._entries.values())
         if entry.state != "leaving" and others >= self.config.max_held:
             error = f"there are {others} adapters already (--max-cpu-loras)"
@@ -132,11 +120,18 @@ class AdapterManager:
             version = loading.result()
             if entry.version and entry.version != version:
                 raise BadAdapter("its files have changed since it was loaded: load it again")
+        except BadAdapter as error:
+            return _refused(entry, error)
+        result = self._hold(entry, version)
+        if not result.error:
+            logger.info("adapter %s is loaded, version %s", entry.name, version)
+        return result
+
+    def _hold(self, entry: AdapterEntry, version: str) -> AdapterLoadResult:
+        try:
             self.user.hold(version)
         except BadAdapter as error:
-            logger.error("adapter %s cannot be served: %s", entry.name, error)
-            return AdapterLoadResult(entry.serial, error=str(error))
-        logger.info("adapter %s is loaded, version %s", entry.name, version)
+            return _refused(entry, error)
         return AdapterLoadResult(entry.serial, version)
 
     def wait(self) -> list[tuple[AdapterEntry, str]]:
@@ -192,3 +187,8 @@ class AdapterManager:
         if version is None:
             raise CannotDo(f"there is no adapter {name!r}")
         return version
+
+
+def _refused(entry: AdapterEntry, error: BadAdapter) -> AdapterLoadResult:
+    logger.error("adapter %s cannot be served: %s", entry.name, error)
+    return AdapterLoadResult(entry.serial, error=str(error))

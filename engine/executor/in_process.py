@@ -153,8 +153,11 @@ class InProcessExecutor(GroupExecutor):
                 read_spec(model_directory(config.model, weights=False)),
                 experts_here=not config.parallel.enable_expert_parallel,
             )
-            convert = partial(adapter_weights, dtype=model.dtype)
-            self.adapters = AdapterStore(modules, config.lora.max_lora_rank, convert)
+            rank = config.lora.max_lora_rank
+            self.adapters = AdapterStore(
+                modules.max_size(rank),
+                lambda files: adapter_weights(files, modules.pairs(files, rank), model.dtype),
+            )
         self._runner: ModelRunner | None
         self._pipelined: PipelinedSteps | None
         self._build_runner(loaded)

@@ -45,6 +45,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     tensors: dict[str, StoredTensor]
     data: memoryview
     """The data that `data_offsets` refer to."""
+    directory: Path
     version: str
     """Digest of both files: equal for equal adapters, wherever they are stored."""
 
@@ -91,7 +92,7 @@ def read_adapter(directory: Path, root: str | None, max_size: int) -> AdapterFil
     digest = blake2b(digest_size=16, person=b"swell adapters")
     for part in (len(config).to_bytes(8), config, weights):
         digest.update(part)
-    return AdapterFiles(parsed, tensors, data, digest.hexdigest())
+    return AdapterFiles(parsed, tensors, data, directory, digest.hexdigest())
 
 
 def _read(directory: Path, name: str, root: str | None, limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The adapters in an engine's memory, loaded in a separate thread during steps."""
+"""The adapters that an engine has read, loaded in a separate thread during steps."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 
 from engine.lora.adapter_config import BadAdapter
 from engine.lora.files import AdapterFiles, read_adapter, resolve_adapter
-from engine.lora.modules import AdaptableModules, ModulePair
 
 logger = logging.getLogger(__name__)
 
@@ -15,27 +14,22 @@ W = TypeVar("W")
 
 
 class AdapterStore(Generic[W], Mapping[str, W]):
-    """The adapters that an executor can load into slots, by version.
+    """The adapters that an executor can use, by version.
 
     Adapters with equal content are stored once. `load` and `drop` are called from the engine's
     loop; lookups come from the stepping thread.
     """
 
-    def __init__(
-        self,
-        modules: AdaptableModules,
-        max_rank: int,
-        convert: Callable[[AdapterFiles, list[ModulePair]], W],
-    ) -> None:
+    def __init__(self, max_size: int, convert: Callable[[AdapterFiles], W]) -> None:
         """Create a store of adapters for a model.
 
         Args:
-            convert: converts an adapter for the executor; can raise BadAdapter.
+            max_size: maximum bytes of an adapter's weights.
+            convert: checks an adapter and converts it for the executor; can raise BadAdapter.
         """
         self.on_settled: Callable[[], None] | None = None
         """Called in the loading thread when an adapter has been loaded or has failed."""
-        self._modules = modules
-        self._max_rank = max_rank
+        self._max_size = max_size
         self._convert = convert
         self._weights: dict[str, W] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -70,10 +64,9 @@ class AdapterStore(Generic[W], Mapping[str, W]):
     def _read(self, path: str, root: str | None) -> str:
         try:
             directory = resolve_adapter(path, root)
-            files = read_adapter(directory, root, self._modules.max_size(self._max_rank))
-            pairs = self._modules.pairs(files, self._max_rank)
+            files = read_adapter(directory, root, self._max_size)
             if files.version not in self._weights:
-                self._weights[files.version] = self._convert(files, pairs)
+                self._weights[files.version] = self._convert(files)
             return files.version
         except BadAdapter:
             raise

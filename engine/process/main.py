@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 from msgspec.structs import replace
@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from engine.executor.nodes.leading import NodeLinks
 
 logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Backend)
 
 
 class CannotStart(Exception):
@@ -216,8 +218,10 @@ def _simulated_executor(
     has_vision = is_native and model_config.get("vision_config") is not None
     adapters = None
     if config.lora.enable_lora:
-        modules = AdaptableModules(read_spec(directory))
-        adapters = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+        modules, rank = AdaptableModules(read_spec(directory)), config.lora.max_lora_rank
+        adapters = AdapterStore(
+            modules.max_size(rank), lambda files: bool(modules.pairs(files, rank))
+        )
     vision = read_spec(directory).vision if has_vision else None
     if vision is not None and image_refusal(config, vision) is not None:
         vision = None
@@ -431,7 +435,7 @@ class EngineProcess:
             compute_processes(self._config, max(1, self._config.parallel.engines_on_node))
         )
 
-        def start(backend: Callable[..., Backend]) -> Backend:
+        def start(backend: Callable[..., B]) -> B:
             self._lifeline.progress(f"starting the engine of {name}")
             return backend(
                 self._config,
@@ -443,6 +447,8 @@ class EngineProcess:
             )
 
         self._lifeline.progress(f"importing {name}")
+        core: Backend
+        adapters: AdapterManager | None = None
         if name != "vllm":
             core = load_plugin("swell.engine_backends", name, "--engine-backend", start)
         else:
@@ -453,15 +459,16 @@ class EngineProcess:
                     f"--engine-backend vllm: {error}; name the interpreter of an environment with "
                     "vLLM in --engine-python"
                 ) from error
-            core = start(
+            vllm_core = start(
                 partial(
                     VllmCore,
                     on_adapters=self._report_adapters,
                     on_adapter_read=lambda: self._inbox.put(AdaptersSettled()),
                 )
             )
+            core, adapters = vllm_core, vllm_core.adapters
         try:
-            if (adapters := getattr(core, "adapters", None)) is not None:
+            if adapters is not None:
                 self._load_adapters(adapters)
             return self._serve(core, welcome.rank)
         finally:

@@ -1,14 +1,14 @@
 """Adapters in the processes of vLLM's executor."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
 from engine.lora.adapter_config import BadAdapter
-from engine.lora.files import read_adapter, resolve_adapter
+from engine.lora.files import AdapterFiles
+from engine.lora.store import AdapterStore
 from engine.shared.messages import AdapterLoad
 from engine.vllm.outputs import Sequence
 
@@ -18,50 +18,45 @@ _MAX_SIZE = 4 << 30
 """Maximum bytes of an adapter's weights."""
 
 
-class VllmAdapters(Mapping[str, LoRARequest]):
-    """The adapters that requests can use, by version; see `AdapterManager`.
+def adapter_paths(max_rank: int) -> AdapterStore[str]:
+    """Return a store that checks the files of adapters, and keeps their directories."""
 
-    A background thread checks the files. vLLM then reads them on its own, in the engine's thread
-    between two steps, so that an adapter that it cannot load fails no step.
+    def directory(files: AdapterFiles) -> str:
+        rank = max([files.config.r, *files.config.rank_pattern.values()])
+        if rank > max_rank:
+            raise BadAdapter(f"its rank is {rank}: above --max-lora-rank {max_rank}")
+        return str(files.directory)
+
+    return AdapterStore(_MAX_SIZE, directory)
+
+
+class VllmAdapters(Mapping[str, LoRARequest]):
+    """The adapters that requests can use, by version.
+
+    vLLM reads checked files again, in the engine's thread between two steps, so that an adapter
+    that it cannot load fails no step.
 
     Args:
         core: vLLM's `EngineCore`.
+        paths: directories of the checked adapters, by version.
         sequences: the engine's requests.
-        max_rank: maximum rank of an adapter.
     """
 
-    def __init__(self, core: Any, sequences: Mapping[int, Sequence], max_rank: int) -> None:
-        self.on_settled: Callable[[], None] | None = None
-        """Called in the background thread when the files of an adapter have been checked."""
-        self._core, self._sequences, self._max_rank = core, sequences, max_rank
+    def __init__(
+        self, core: Any, paths: Mapping[str, str], sequences: Mapping[int, Sequence]
+    ) -> None:
+        self._core, self._paths, self._sequences = core, paths, sequences
         self._requests: dict[str, LoRARequest] = {}
-        self._paths: dict[str, str] = {}
         self._last_id = 0
-        self._thread = ThreadPoolExecutor(1, "adapters")
 
     def __getitem__(self, version: str) -> LoRARequest:
         return self._requests[version]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._requests))
+        return iter(self._requests)
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def load(self, path: str, root: str | None) -> "Future[str]":
-        """Start checking an adapter's files; the future holds its version or BadAdapter."""
-        checked = self._thread.submit(self._check, path, root)
-        checked.add_done_callback(lambda _: self.on_settled and self.on_settled())
-        return checked
-
-    def _check(self, path: str, root: str | None) -> str:
-        directory = resolve_adapter(path, root)
-        files = read_adapter(directory, root, _MAX_SIZE)
-        rank = max([files.config.r, *files.config.rank_pattern.values()])
-        if rank > self._max_rank:
-            raise BadAdapter(f"its rank is {rank}: above --max-lora-rank {self._max_rank}")
-        self._paths[files.version] = str(directory)
-        return files.version
 
     def hold(self, version: str) -> None:
         """Load an adapter into vLLM; idempotent.
@@ -95,7 +90,3 @@ class VllmAdapters(Mapping[str, LoRARequest]):
         running = {each.lora_name for each in requests if each is not None}
         used = {each.message.adapter for each in self._sequences.values()}
         return AdapterLoad(sorted(running), sorted(running), sorted(used - running - {""}))
-
-    def shutdown(self) -> None:
-        """Stop the thread; idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)

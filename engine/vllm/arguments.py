@@ -40,7 +40,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _RESERVED = frozenset({
     "disable_log_stats", "data_parallel_size", "distributed_executor_backend", "max_cpu_loras",
-    "max_lora_rank", "reasoning_parser",
+    "max_lora_rank", "reasoning_parser", "runner", "pooler_config",
 })  # fmt: skip
 """vLLM arguments that cannot be set in --engine-args."""
 

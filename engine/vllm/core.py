@@ -63,7 +63,7 @@ from engine.shared.messages import (
 )
 from engine.shared.model_files import model_directory
 from engine.shared.pooling import read_pooling
-from engine.vllm.adapters import VllmAdapters
+from engine.vllm.adapters import VllmAdapters, adapter_paths
 from engine.vllm.arguments import engine_arguments
 from engine.vllm.grammars import follow_grammar
 from engine.vllm.images import ImagePreparation
@@ -155,12 +155,12 @@ class VllmCore:
         self._front_ends = FrontEnds()
         self._counters = EngineCounters()
         self._sequences: dict[int, Sequence] = {}
-        lora = config.lora
-        self._loaded = VllmAdapters(self._core, self._sequences, lora.max_lora_rank)
-        self._loaded.on_settled = on_adapter_read
+        self._paths = adapter_paths(config.lora.max_lora_rank)
+        self._paths.on_settled = on_adapter_read
+        self._loaded = VllmAdapters(self._core, self._paths, self._sequences)
         self.adapters = AdapterManager(
-            lora,
-            self._loaded if lora.enable_lora else None,
+            config.lora,
+            self._paths if config.lora.enable_lora else None,
             self._loaded,
             self._loaded.is_used,
             on_adapters,
@@ -212,7 +212,7 @@ class VllmCore:
         """Stop vLLM's processes and release all memory."""
         if self._images is not None:
             self._images.close()
-        self._loaded.shutdown()
+        self._paths.shutdown()
         self._core.shutdown()
 
     # -- state -----------------------------------------------------------------------------------
@@ -412,25 +412,17 @@ class VllmCore:
     # -- operator commands -----------------------------------------------------------------------
 
     def start_profile(self) -> str:
-        """Start vLLM's profile of the steps; return the directory of its traces.
-
-        Raises:
-            CannotDo: profiling is not configured.
-        """
-        if self._profiler_dir is None:
-            raise CannotDo("start the engines with --torch-profiler-dir")
-        self._core.profile(True)
-        return self._profiler_dir
+        """Start vLLM's profile of the steps; return the directory of its traces."""
+        return self._profile(is_start=True)
 
     def stop_profile(self) -> str:
-        """End the profile; return the directory of its traces.
+        """End the profile; return the directory of its traces."""
+        return self._profile(is_start=False)
 
-        Raises:
-            CannotDo: profiling is not configured.
-        """
+    def _profile(self, *, is_start: bool) -> str:
         if self._profiler_dir is None:
             raise CannotDo("start the engines with --torch-profiler-dir")
-        self._core.profile(False)
+        self._core.profile(is_start)
         return self._profiler_dir
 
     def reset_prefix_cache(self) -> int:

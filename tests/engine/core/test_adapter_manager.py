@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.core.adapter_manager import AdapterManager
 from engine.core.engine_core import EngineCore
 from engine.executor.simulated import SimulatedExecutor
+from engine.lora.adapter_config import BadAdapter
 from engine.lora.modules import AdaptableModules
 from engine.lora.store import AdapterStore
 from engine.models.hf_config import read_spec
@@ -35,8 +37,10 @@ class Engine:
             cache=CacheConfig(block_size=4, num_kv_blocks=64),
             lora=LoraConfig(**settings),
         )
-        modules = AdaptableModules(read_spec(BUNDLED_MODEL))
-        self.store = AdapterStore(modules, config.lora.max_lora_rank, lambda *_: True)
+        modules, rank = AdaptableModules(read_spec(BUNDLED_MODEL)), config.lora.max_lora_rank
+        self.store = AdapterStore(
+            modules.max_size(rank), lambda files: bool(modules.pairs(files, rank))
+        )
         executor = SimulatedExecutor(config, timing="virtual", adapters=self.store)
         self.reports: list[list[AdapterLoadResult]] = []
         self.core = EngineCore(
@@ -200,3 +204,32 @@ def test_stats_list_running_and_waiting_adapters(engine: Engine) -> None:
 def test_settings_that_contradict_each_other_are_refused(lora: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="lora"):
         LoraConfig(**lora)
+
+
+class Refusing:
+    """Cannot use any adapter."""
+
+    def hold(self, version: str) -> None:
+        raise BadAdapter("too strange")
+
+    def drop(self, version: str) -> None:
+        pass
+
+
+def test_adapter_that_cannot_be_used_is_reported_and_forgotten(engine: Engine) -> None:
+    reports: list[list[AdapterLoadResult]] = []
+    manager = AdapterManager(
+        engine.config.lora,
+        engine.store,
+        Refusing(),
+        lambda _: False,
+        lambda _, held: reports.append(held),
+    )
+    manager.take(AdapterTable(1, [AdapterEntry(1, "sql", "sql")]))
+    [(_, error)] = manager.wait()
+    assert error == "too strange"
+    assert reports[-1] == [AdapterLoadResult(1, error="too strange")]
+    assert list(engine.store) == []
+    version = engine.store.load("sql", engine.config.lora.lora_dir).result()
+    manager.take(AdapterTable(2, [AdapterEntry(2, "law", "sql", version)]))
+    assert reports[-1] == [AdapterLoadResult(2, error="too strange")]

@@ -38,10 +38,10 @@ def fill(engine: Any, slot: int, adapter: Path, model: Path) -> None:
     """Put an adapter into a slot."""
     decoder = engine.runner.model
     files = model_directory(ModelConfig(model=str(model)), weights=False)
+    modules = AdaptableModules(read_spec(files))
     store = AdapterStore(
-        AdaptableModules(read_spec(files)),
-        ROOM.rank,
-        lambda files, pairs: adapter_weights(files, pairs, decoder.dtype),
+        modules.max_size(ROOM.rank),
+        lambda files: adapter_weights(files, modules.pairs(files, ROOM.rank), decoder.dtype),
     )
     decoder.load_adapter(slot, store[store.load(str(adapter), None).result()])
     store.shutdown()
@@ -90,7 +90,8 @@ def test_adapters_of_vision_encoders_are_refused(
 ) -> None:
     model = checkpoint(name)
     adapter = trained(name, target_modules=rf".*{part}.*\.{module}")
-    store = AdapterStore(AdaptableModules(read_spec(model.directory)), ROOM.rank, lambda *_: None)
+    modules = AdaptableModules(read_spec(model.directory))
+    store = AdapterStore(modules.max_size(ROOM.rank), lambda files: modules.pairs(files, ROOM.rank))
     with pytest.raises(BadAdapter, match=part):
         store.load(str(adapter.directory), None).result()
     store.shutdown()

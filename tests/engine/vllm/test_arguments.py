@@ -84,6 +84,8 @@ def test_engine_args_accept_yaml_json_or_a_file(text: str, tmp_path: Path) -> No
     ("text", "reason"),
     [
         ("max_model_len: 5", "use --max-model-len"),
+        ("max_lora_rank: 8", "use --max-lora-rank"),
+        ("pooler_config: {}", "use --pooler-config"),
         ("data_parallel_size: 2", "use --data-parallel-size"),
         ("no_such: 1", "no argument 'no_such'"),
         ("[1]", "has to be an object"),
