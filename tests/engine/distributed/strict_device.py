@@ -98,10 +98,9 @@ class _Placement(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if func is Tensor.to and any(map(_is_device, (*args[1:2], kwargs.get("device")))):
-            rest = args[2:] if _is_device(args[1:2] and args[1]) else args[1:]
-            rest = tuple(each for each in rest if isinstance(each, torch.dtype))
+            where, *rest = (kwargs["device"], *args[1:]) if "device" in kwargs else args[1:]
+            rest = [each for each in rest if isinstance(each, torch.dtype)]
             named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
-            where = args[1] if len(rest) < len(args[1:]) else kwargs["device"]
             moved = args[0].to(*rest, **named) if rest or named else args[0]
             return moved if isinstance(moved, OnDevice) else on_device(moved.clone(), where)
         if _is_device(kwargs.get("device")):

@@ -105,7 +105,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         ("qwen2.5-vl", "batch-invariant"),
         ("gemma3-vision", "overlapped"),
         ("gemma3-vision", "drafting"),
-        # On devices block tables have a fixed width, for which so few blocks do not suffice.
+        # A device has one cache group, in which 28 blocks do not hold a sequence.
         pytest.param("gemma3-vision", "short of blocks", marks=pytest.mark.processor),
     ],
 )
