@@ -97,7 +97,12 @@ def engine_arguments(config: EngineConfig, known: frozenset[str]) -> dict[str, A
         arguments["max_lora_rank"] = next(ranks)
     if config.executor.torch_profiler_dir is not None:
         directory = str(Path(config.executor.torch_profiler_dir).absolute())
-        arguments["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": directory}
+        arguments["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": directory,
+            # Writing stacks holds the GIL for seconds, and the coordinator hears no heartbeats.
+            "torch_profiler_with_stack": False,
+        }
     if config.parallel.enable_expert_parallel:
         arguments["enable_expert_parallel"] = True
     for name, value in _parse_engine_args(config.executor.engine_args).items():

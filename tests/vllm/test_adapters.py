@@ -68,6 +68,7 @@ def adapted(files: Files) -> Iterator[RunningStack]:
         *flags(files), "--reasoning-parser", "deepseek_r1", "--tool-call-parser", "hermes",
         "--chat-template", str(files.model.parent / "template.jinja"),
         "--torch-profiler-dir", str(files.traces), "--worker-extensions", "loaded-adapters",
+        "--engine-timeout", "60",  # writing a trace delays heartbeats
         engine_args={
             "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True}
         },

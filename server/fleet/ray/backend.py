@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from server.config import ServeConfig
 from server.fleet.backend import CannotServe, Joining
 from server.fleet.keeper import Role
 from server.fleet.ray.cluster import RayCluster
-from server.fleet.ray.packing import Packing, max_ranks_per_node
+from server.fleet.ray.packing import Packing, RayNode, max_ranks_per_node
 from server.fleet.ray.resources import (
     copied_environment,
     engine_config,
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 COORDINATOR_PORTS = 4
 """Number of consecutive ports that the coordinator listens on."""
+
+RELEASE_TIMEOUT = 5.0
+"""Seconds to wait for resources in use: Ray reports with a delay that a fleet released them."""
 
 
 class RayBackend:
@@ -63,9 +67,8 @@ class RayBackend:
                 self._cluster.own_node,
             )
             ranks_to_place = max(0, parallel.data_parallel_size - len(existing))
-            refusal = packing.refusal(nodes, ranks_to_place)
-            if refusal is not None and not config.ray.ray_wait_for_nodes:
-                raise CannotServe(refusal)
+            if not config.ray.ray_wait_for_nodes:
+                nodes = self._nodes_with_room(packing, nodes, ranks_to_place)
             planned = packing.plan(nodes, ranks_to_place)
             self._own_name = nodes[0].name
             self._gpus = uses_gpus(engine, has_gpus=has_gpus)
@@ -90,6 +93,24 @@ class RayBackend:
                 "Ray's own connections are not encrypted (RAY_USE_TLS=1 does it), and engines get "
                 "the cluster key over them: keep others out of this network"
             )
+
+    def _nodes_with_room(self, packing: Packing, nodes: list[RayNode], ranks: int) -> list[RayNode]:
+        """Return the live nodes once they have room for this many new ranks.
+
+        Waits only if the cluster without its other users is large enough.
+
+        Raises:
+            CannotServe: there is no room.
+        """
+        deadline = time.monotonic() + RELEASE_TIMEOUT
+        unused = [node._replace(free=node.total) for node in nodes]
+        can_wait = packing.refusal(unused, ranks) is None
+        while (refusal := packing.refusal(nodes, ranks)) is not None:
+            if not can_wait or time.monotonic() > deadline:
+                raise CannotServe(refusal)
+            time.sleep(0.2)
+            nodes = self._cluster.list_nodes()
+        return nodes
 
     def _joined(self, config: ServeConfig, directory: Path) -> ServeConfig:
         """Return the settings with a coordinator address for other nodes, and its key."""
