@@ -541,7 +541,7 @@ def compare(options: argparse.Namespace, workload: str) -> None:
         specs = list(WORKLOADS[workload](rng, options.requests, options.engines))
         with tempfile.TemporaryDirectory() as directory:
             result = Simulation(
-                POLICIES[policy], options.engines, options.front_ends, options.nodes,
+                POLICIES[policy].build, options.engines, options.front_ends, options.nodes,
                 Path(directory), prefill_engines=count, split_length=length,
             ).run(specs)  # fmt: skip
         split = f" {count}:{options.engines - count} from {length}" if count else ""
