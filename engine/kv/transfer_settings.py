@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from engine.kv_tiers.connector import GROUP, Connector
+from engine.kv.connector import GROUP, Connector
 from engine.shared.config import CacheConfig
 from engine.shared.plugins import offered
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv_tiers.tiers import BlockName
-from engine.kv_transfer.messages import checksum, pack
-from engine.kv_transfer.offers import Offers
-from engine.kv_transfer.pull import Pull
+from engine.kv.tiers import BlockName
+from engine.kv.transfer_messages import checksum, pack
+from engine.kv.transfer_offers import Offers
+from engine.kv.transfer_pull import Pull
 
 NAMES: list[BlockName] = [(0, bytes([n]) * 16) for n in range(12)]
 SECONDS, PATIENCE, DEADLINE, WINDOW, MAX_BYTES = 30.0, 2.0, 20.0, 4, 1000

@@ -11,8 +11,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.team import Team
-from engine.kv_tiers.opening import check_tiers, open_tiers
-from engine.kv_transfer.port import open_port
+from engine.kv.tier_opening import check_tiers, open_tiers
+from engine.kv.transfer_port import open_port
 from engine.shared.config import (
     ClusterConfig,
     LoraConfig,

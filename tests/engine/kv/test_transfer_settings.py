@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.kv_tiers.opening import BadTiers, check_tiers
-from engine.kv_transfer.settings import BadKvTransfer, Role, Transfer, read_transfer
+from engine.kv.tier_opening import BadTiers, check_tiers
+from engine.kv.transfer_settings import BadKvTransfer, Role, Transfer, read_transfer
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.kv_tiers.tiers import BlockName
-from engine.kv_transfer import port as module
-from engine.kv_transfer.messages import BlockFound, BlocksWanted, checksum, decode_wanted, pack
-from engine.kv_transfer.port import BlockPort
+from engine.kv import transfer_port as module
+from engine.kv.tiers import BlockName
+from engine.kv.transfer_messages import BlockFound, BlocksWanted, checksum, decode_wanted, pack
+from engine.kv.transfer_port import BlockPort
 from engine.shared.config import ClusterConfig
 from engine.shared.messages import EngineCounters, KvSource, encode
 from engine.shared.transport import Transport, make_context

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.kv_tiers.connector import Connector
-from engine.kv_transfer.settings import BadKvTransfer, Transfer, read_transfer
+from engine.kv.connector import Connector
+from engine.kv.transfer_settings import BadKvTransfer, Transfer, read_transfer
 from engine.shared.config import CacheConfig
 from engine.shared.plugins import BadPlugin
 from tests.engine.fixtures import MakePrompt, SaveModel
@@ -60,7 +60,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy_shelf.py").write_text(TOY)
     offer(tmp_path, "swell.kv_connectors", toy="toy_shelf:Toy", half="toy_shelf:half")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("engine.kv_tiers.tiers.FETCH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr("engine.kv.tiers.FETCH_TIMEOUT", PATIENCE)
     yield
     sys.modules.pop("toy_shelf", None)
 

@@ -3,7 +3,7 @@
 import logging
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from engine.kv_tiers.block_store import BadBlock, seal
+from engine.kv.block_store import BadBlock, seal
 from engine.shared.config import EngineConfig
 from engine.shared.plugins import instance_of, load_plugin
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from engine.kv_tiers.tiers import BlockName
+from engine.kv.tiers import BlockName
 
 
 @dataclass(eq=False)

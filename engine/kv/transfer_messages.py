@@ -1,6 +1,6 @@
 """Messages between engines about KV blocks.
 
-Blocks are named as in `engine.kv_tiers`: the layer group in one byte, then the digest of all tokens
+Blocks are named as in `engine.kv.tiers`: the layer group in one byte, then the digest of all tokens
 up to the block's end.
 """
 
@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.kv_tiers.block_store import MODEL_SIZE
-from engine.kv_tiers.tiers import BlockName
+from engine.kv.block_store import MODEL_SIZE
+from engine.kv.tiers import BlockName
 from engine.shared.messages.wire import Message
 
 MAX_NAMES = 64

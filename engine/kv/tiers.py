@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from engine.kv_tiers.block_store import BlockStore
-from engine.kv_tiers.connector import ConnectedStore
+from engine.kv.block_store import BlockStore
+from engine.kv.connector import ConnectedStore
 from engine.shared.messages import EngineCounters, KvSource
 
 MAX_UNWRITTEN_BYTES = 256 << 20
@@ -55,7 +55,7 @@ class Fetch:
 
 
 class Peers(Protocol):
-    """Other engines (`engine.kv_transfer`). All methods but `shutdown` return immediately."""
+    """Other engines (`engine.kv`). All methods but `shutdown` return immediately."""
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         """Let another engine read a block once; `read` returns its content if needed."""

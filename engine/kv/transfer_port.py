@@ -19,9 +19,9 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from engine.kv_tiers.opening import KvMemory, require_host_memory, tier_setting
-from engine.kv_tiers.tiers import BlockName
-from engine.kv_transfer.messages import (
+from engine.kv.tier_opening import KvMemory, require_host_memory, tier_setting
+from engine.kv.tiers import BlockName
+from engine.kv.transfer_messages import (
     MAX_NAMES,
     MAX_REQUEST,
     BlockFound,
@@ -32,9 +32,9 @@ from engine.kv_transfer.messages import (
     pack,
     unpack,
 )
-from engine.kv_transfer.offers import Offers
-from engine.kv_transfer.pull import Pull
-from engine.kv_transfer.settings import BadKvTransfer, Role, read_transfer
+from engine.kv.transfer_offers import Offers
+from engine.kv.transfer_pull import Pull
+from engine.kv.transfer_settings import BadKvTransfer, Role, read_transfer
 from engine.shared.addresses import is_loopback, join_host_port
 from engine.shared.cluster_keys import InsecureCluster
 from engine.shared.config import ClusterConfig, EngineConfig

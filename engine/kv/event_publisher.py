@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from engine.kv_events.events import AllBlocksCleared, Event, Journal
+from engine.kv.events import AllBlocksCleared, Event, Journal
 from engine.shared.config import EngineConfig
 from engine.shared.transport import Transport
 

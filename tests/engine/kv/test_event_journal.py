@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_events.events import (
+from engine.kv.events import (
     SNAPSHOT,
     AllBlocksCleared,
     BlockRemoved,

@@ -7,9 +7,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from engine.kv_tiers.block_store import MODEL_SIZE, BlockStore
-from engine.kv_tiers.connector import ConnectedStore, Connector
-from engine.kv_tiers.tiers import KvTiers, Peers
+from engine.kv.block_store import MODEL_SIZE, BlockStore
+from engine.kv.connector import ConnectedStore, Connector
+from engine.kv.tiers import KvTiers, Peers
 from engine.shared.config import EngineConfig
 from engine.shared.messages import EngineCounters
 from engine.shared.version import SWELL_VERSION

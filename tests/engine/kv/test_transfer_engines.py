@@ -9,14 +9,14 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from engine.kv_tiers.block_store import MODEL_SIZE
-from engine.kv_transfer import port as module
-from engine.kv_transfer.messages import BlocksWanted
+from engine.kv import transfer_port as module
+from engine.kv.block_store import MODEL_SIZE
+from engine.kv.transfer_messages import BlocksWanted
 from engine.shared.config import BUNDLED_MODEL, ClusterConfig, LoraConfig
 from engine.shared.messages import AbortRequests, AddRequest, KvSource, encode
 from tests.engine.executor.test_images import show, text
 from tests.engine.fixtures import MakePrompt, SaveModel
-from tests.engine.kv_transfer.played_engine import PlayedEngine
+from tests.engine.kv.played_engine import PlayedEngine
 from tests.engine.serving import every_kind, request
 from tests.support.adapter_files import write_adapter
 from tests.support.waiting import PATIENCE, until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_tiers.block_store import MODEL_SIZE, BadBlock, BlockStore
+from engine.kv.block_store import MODEL_SIZE, BadBlock, BlockStore
 
 MODEL = b"m" * MODEL_SIZE
 KEY, OTHER = MODEL + b"\0" + b"k" * 16, MODEL + b"\0" + b"o" * 16

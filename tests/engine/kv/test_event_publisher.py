@@ -7,8 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.kv_events.events import AllBlocksCleared, BlockStored, Event
-from engine.kv_events.publisher import (
+from engine.kv.event_publisher import (
     BadKvEvents,
     KvEventPublisher,
     KvEventSettings,
@@ -16,9 +15,10 @@ from engine.kv_events.publisher import (
     endpoint_of,
     read_settings,
 )
+from engine.kv.events import AllBlocksCleared, BlockStored, Event
 from engine.shared.config import CacheConfig, ClusterConfig, EngineConfig
 from engine.shared.transport import Transport, make_context
-from tests.engine.kv_events.test_journal import decoded
+from tests.engine.kv.test_event_journal import decoded
 from tests.support.waiting import until
 
 EVENT = BlockStored([b"a" * 16], None, [1, 2], 2, None, "CPU", None, None, 0)

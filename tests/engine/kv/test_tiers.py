@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from engine.kv_tiers import tiers as module
-from engine.kv_tiers.block_store import BadBlock, BlockStore
-from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
+from engine.kv import tiers as module
+from engine.kv.block_store import BadBlock, BlockStore
+from engine.kv.tiers import BlockName, Fetch, KvTiers
 from engine.shared.messages import KvSource
 from tests.support.waiting import PATIENCE, until
 

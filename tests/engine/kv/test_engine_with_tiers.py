@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE
 @pytest.fixture(autouse=True)
 def _disks_of_busy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Late blocks are not treated as missing."""
-    monkeypatch.setattr("engine.kv_tiers.tiers.FETCH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr("engine.kv.tiers.FETCH_TIMEOUT", PATIENCE)
 
 
 def answers(
@@ -66,7 +66,7 @@ def test_restarted_engine_reads_prefixes_and_gives_same_answers(
 def test_shared_memory_is_used_by_engines_and_released(
     checkpoint: SaveModel, prompt: MakePrompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.kv_tiers.opening.MEMORY_TIERS", tmp_path)
+    monkeypatch.setattr("engine.kv.tier_opening.MEMORY_TIERS", tmp_path)
     directory, prompts = checkpoint("llama").directory, [prompt(80)]
     answers(directory, prompts, {"kv_memory_tier_bytes": 1 << 24})
     assert not list(tmp_path.iterdir())
