@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.formats.quantized.scheme import Scheme
+from engine.models.formats.quantized_scheme import Scheme
 
 Parts = Callable[[str], Tensor | None]
 """Returns a tensor of a weight by the last part of its name, or None."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.formats.quantized.integers import BadQuantization, Parts
+from engine.models.formats.quantized_integers import BadQuantization, Parts
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

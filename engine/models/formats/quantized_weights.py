@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.formats.quantized.floats import FloatWeight, read_float8, read_nvfp4
-from engine.models.formats.quantized.integers import (
+from engine.models.formats.quantized_floats import FloatWeight, read_float8, read_nvfp4
+from engine.models.formats.quantized_integers import (
     BadQuantization,
     IntegerWeight,
     read_awq,
@@ -15,7 +15,7 @@ from engine.models.formats.quantized.integers import (
     read_int8,
     read_packed,
 )
-from engine.models.formats.quantized.scheme import Scheme
+from engine.models.formats.quantized_scheme import Scheme
 from engine.models.products.mxfp4 import BLOCK
 from engine.models.weights import Layout, Shape
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.models.families.registry import family_of
 from engine.models.formats.checkpoint import MAX_DRAFT_LAYERS, Checkpoint
 from engine.models.formats.files import compare, weights_fingerprint
-from engine.models.formats.gguf.expansion import INT4_TYPES, expand, int4_codes, mxfp4_parts
+from engine.models.formats.gguf_expansion import INT4_TYPES, expand, int4_codes, mxfp4_parts
 from engine.models.products.int4 import Int4Weights
 from engine.models.products.mxfp4 import Mxfp4Weights
 from engine.models.spec import LatentSpec, ModelSpec, RopeSpec
