@@ -159,7 +159,7 @@ def test_durations_use_monotonic_clocks() -> None:
         (
             "server.front_end",
             "torch transformers llguidance numpy PIL httpcore huggingface_hub rich psycopg "
-            "opentelemetry.sdk server.fleet.supervisor server.batch server.bench server.chat "
+            "opentelemetry.sdk server.fleet.supervisor server.bench server.clients "
             "engine.models engine.runner engine.scheduler engine.process",
         ),
         (
@@ -217,7 +217,7 @@ server.bench server.completion server.doctor server.fetch
 server.observe server.text
 server.access server.answer server.media
 server.fleet server.generate
-server.batch server.chat server.http
+server.clients server.http
 server.upstreams
 server.api
 server.app

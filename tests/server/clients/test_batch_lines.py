@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from server.batch.lines import BadLine, read_request, read_result
+from server.clients.batch_lines import BadLine, read_request, read_result
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 

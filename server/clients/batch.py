@@ -21,8 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from server.batch.config import BatchConfig, RunBatchConfig
-from server.batch.lines import (
+from server.clients.batch_config import BatchConfig, RunBatchConfig
+from server.clients.batch_lines import (
     Attempt,
     BadLine,
     BatchError,

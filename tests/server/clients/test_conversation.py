@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.chat import command
-from server.chat.command import Conversation, ServerRefused, find_model, stream_answer
-from server.chat.config import ChatConfig, ChatSection
+from server.clients import chat
+from server.clients.chat import Conversation, ServerRefused, find_model, stream_answer
+from server.clients.chat_config import ChatConfig, ChatSection
 
 
 def _client(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
@@ -107,7 +107,7 @@ def test_piped_lines_are_turns(
 
     monkeypatch.setattr("builtins.input", read())
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    assert command.chat(ChatConfig()) == 0
+    assert chat.chat(ChatConfig()) == 0
     shown = capsys.readouterr()
     assert [line for line in shown.out.splitlines() if line] == ["1 hello", "3 again", "1 new"]
     assert "no engine" in shown.err
@@ -116,6 +116,6 @@ def test_piped_lines_are_turns(
 
 @pytest.mark.usefixtures("served")
 def test_a_quick_message_is_answered_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.chat(ChatConfig(chat=ChatSection(quick="hello"))) == 0
+    assert chat.chat(ChatConfig(chat=ChatSection(quick="hello"))) == 0
     assert capsys.readouterr().out == "1 hello\n"
-    assert command.chat(ChatConfig(chat=ChatSection(quick="fail"))) == 1
+    assert chat.chat(ChatConfig(chat=ChatSection(quick="fail"))) == 1

@@ -10,9 +10,9 @@ import pytest
 from fastapi import FastAPI
 
 from engine.shared.config import ModelConfig, ParallelConfig, SchedulerConfig
-from server.batch.command import run_batch
-from server.batch.config import BatchConfig, RunBatchConfig
-from server.batch.lines import OutputBusy, OutputFile
+from server.clients.batch import run_batch
+from server.clients.batch_config import BatchConfig, RunBatchConfig
+from server.clients.batch_lines import OutputBusy, OutputFile
 from server.fleet.local_server import serve_arguments
 from server.router.generation_client import NoEngineAvailable
 

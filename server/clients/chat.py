@@ -11,7 +11,7 @@ import httpx
 from rich.console import Console
 
 from engine.shared.config import ModelConfig
-from server.chat.config import ChatConfig, ChatSection
+from server.clients.chat_config import ChatConfig, ChatSection
 from server.fleet.local_server import LocalServer, ServerFailed, serve_arguments
 
 _MAX_LINE_BYTES = 1 << 20
