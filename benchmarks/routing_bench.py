@@ -28,8 +28,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.core.front_ends import CoreStep
 from engine.executor.simulated import SimulatedExecutor
-from engine.kv_tiers.tiers import BlockName, KvTiers
-from engine.kv_transfer.messages import pack
+from engine.kv.tiers import BlockName, KvTiers
+from engine.kv.transfer_messages import pack
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,
@@ -293,7 +293,7 @@ class _Engine:
         self.stepping = False
         self.stats: EngineStats | None = None
 
-    # Implements `engine.kv_tiers.tiers.Peers`; memory for copies is unlimited.
+    # Implements `engine.kv.tiers.Peers`; memory for copies is unlimited.
 
     def offer(self, key: bytes, read: Callable[[], bytes]) -> None:
         self._offered.add(key)
@@ -541,7 +541,7 @@ def compare(options: argparse.Namespace, workload: str) -> None:
         specs = list(WORKLOADS[workload](rng, options.requests, options.engines))
         with tempfile.TemporaryDirectory() as directory:
             result = Simulation(
-                POLICIES[policy], options.engines, options.front_ends, options.nodes,
+                POLICIES[policy].build, options.engines, options.front_ends, options.nodes,
                 Path(directory), prefill_engines=count, split_length=length,
             ).run(specs)  # fmt: skip
         split = f" {count}:{options.engines - count} from {length}" if count else ""

@@ -52,7 +52,7 @@ from server.observe.metrics import FrontEndMetrics
 from server.router.engine_client import EngineClient
 from server.router.link import ClusterLink
 from server.router.router import Router
-from server.router.routing import POLICIES
+from server.router.routing import build_policy
 
 HEARTBEAT = 1.0
 SETUP = EngineSetup(8192, 16, 8192, "f" * 64, max_num_seqs=256, utilities=("info", "pause"))
@@ -215,8 +215,9 @@ async def _front_end(address: str, directory: Path, connection: Connection) -> N
     client = EngineClient(
         front_end=0,
         router=Router(
-            front_end=0, incarnation=incarnation, first_id=0, policy=POLICIES["least-loaded"](0),
-            table=None, grace=60, max_resumes=1, resume_timeout=60, halted_timeout=60,
+            front_end=0, incarnation=incarnation, first_id=0,
+            policy=build_policy("least-loaded", 0), table=None, grace=60, max_resumes=1,
+            resume_timeout=60, halted_timeout=60,
         ),
         metrics=metrics,
         notify=link.notify,

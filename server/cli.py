@@ -24,9 +24,9 @@ from engine.shared.devices import num_cuda_devices
 from engine.shared.logs import open_standard_descriptors
 from engine.shared.process_state import raise_descriptor_limit
 from engine.shared.version import SWELL_VERSION
-from server.batch.config import RunBatchConfig
 from server.bench.config import BenchConfig
-from server.chat.config import ChatConfig
+from server.clients.batch_config import RunBatchConfig
+from server.clients.chat_config import ChatConfig
 from server.completion import CompletionConfig
 from server.config import ApiServerConfig, GuardConfig, ServeConfig
 from server.config.commands import defaults_for
@@ -214,7 +214,7 @@ COMMANDS = {
         "swell chat ./model.gguf                         # serves it until you leave\n"
         "swell chat --url http://head:8000 --quick Hello",
         ChatConfig,
-        _imported("server.chat.command", "chat"),
+        _imported("server.clients.chat", "chat"),
         positional=("model", "model to serve meanwhile; without one --url is asked"),
         hidden=SPAN,
     ),
@@ -264,7 +264,7 @@ COMMANDS = {
         "swell run-batch in.jsonl out.jsonl --url http://127.0.0.1:8000\n"
         "swell run-batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B --data-parallel-size 4",
         RunBatchConfig,
-        _imported("server.batch.command", "run_batch"),
+        _imported("server.clients.batch", "run_batch"),
         hidden=frozenset(
             {
                 "coordinator",

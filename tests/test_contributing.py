@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter in a copy of the sources."""
+"""The examples of docs/recipes.md, followed exactly in a copy of the sources."""
 
 import os
 import platform
@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("engine", "coordinator", "server", "benchmarks", "scripts", "tests", "docs", "helm")
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXAMPLES = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
 class Block(NamedTuple):
@@ -23,16 +24,15 @@ class Block(NamedTuple):
     text: str
 
 
-def recipes() -> dict[str, list[Block]]:
-    """Return the blocks of each recipe by its heading."""
-    found = {}
-    for section in PAGE.split("\n## ")[1:]:
-        blocks = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", section)
-        found[section.partition("\n")[0]] = [Block(*block) for block in blocks]
-    return found
+def sections(page: str) -> dict[str, str]:
+    """Return the text of each section of a page by its heading."""
+    return {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
 
 
-RECIPES = recipes()
+RECIPES = {
+    name: [Block(*block) for block in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", text)]
+    for name, text in sections(EXAMPLES).items()
+}
 FOLLOWED: set[str] = set()
 """Files that recipes wrote or changed."""
 
@@ -66,6 +66,16 @@ def follow(block: Block, folder: Path) -> None:
 def test_there_is_a_recipe_for_each_kind_of_part() -> None:
     kinds = "model family", "endpoint", "routing policy", "admission policy", "tool parser"
     assert {f"Add a{'n' * (kind[0] in 'ae')} {kind}" for kind in kinds} == RECIPES.keys()
+    assert RECIPES.keys() == sections(CONTRIBUTING).keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_names_all_files_that_its_example_changes_or_tests(name: str) -> None:
+    text = "\n".join(block.text for block in RECIPES[name])
+    written = set(re.findall(r"(?m)^# new file (\S+)", text))
+    used = set(re.findall(r"(?m)^# in ([^\s,]+)", text)) | set(re.findall(r"tests/\S+\.py", text))
+    recipe = sections(CONTRIBUTING)[name]
+    assert not {path for path in used - written if f"{Path(path).name}`" not in recipe}
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from benchmarks.running_stack import RunningStack
-from engine.kv_events.events import SNAPSHOT, AllBlocksCleared, BlockStored
+from engine.kv.events import SNAPSHOT, AllBlocksCleared, BlockStored
 from engine.shared.block_names import ROOT_DIGEST, block_digest
-from tests.engine.kv_events.test_journal import decoded
+from tests.engine.kv.test_event_journal import decoded
 from tests.support.http import call, complete, completion, fetch
 from tests.support.waiting import PATIENCE, until
 

@@ -105,7 +105,7 @@ STATE_MACHINES = [
             "coordinator/placement.py", "coordinator/state.py", "coordinator/wave.py",
             "engine/core/shutdown.py", "engine/core/halting.py", "engine/core/front_ends.py",
             "engine/core/wave_clock.py",
-            "engine/kv_transfer/offers.py", "engine/kv_transfer/pull.py",
+            "engine/kv/transfer_offers.py", "engine/kv/transfer_pull.py",
             "engine/lockstep/group_membership.py", "engine/lockstep/wave.py",
             "engine/process/reception.py", "engine/shared/cpu/lists.py",
             "engine/shared/cpu/plan.py", "engine/shared/membership.py", "engine/shared/roster.py",
@@ -141,7 +141,7 @@ TELLS_THE_TIME = {
     "server/api/services.py", "server/store/sqlite.py", "server/api/responses/request_storage.py",
     "server/api/generation.py", "server/api/status.py",
     "server/observe/engine_metrics.py", "server/api/vectors/pooled_call.py",
-    "engine/kv_events/publisher.py", "server/fleet/usage_report.py",
+    "engine/kv/event_publisher.py", "server/fleet/usage_report.py",
 }  # fmt: skip
 """What tells clients when something was; all else measures durations, and the clock may be set."""
 
@@ -159,7 +159,7 @@ def test_durations_use_monotonic_clocks() -> None:
         (
             "server.front_end",
             "torch transformers llguidance numpy PIL httpcore huggingface_hub rich psycopg "
-            "opentelemetry.sdk server.fleet.supervisor server.batch server.bench server.chat "
+            "opentelemetry.sdk server.fleet.supervisor server.bench server.clients "
             "engine.models engine.runner engine.scheduler engine.process",
         ),
         (
@@ -199,8 +199,8 @@ def test_installed_packages_import_no_uninstalled_ones() -> None:
 
 PACKAGES = """
 engine.shared
-engine.distributed engine.kernels engine.kv_events engine.kv_tiers
-engine.kv_transfer engine.models
+engine.distributed engine.kernels engine.kv
+engine.models
 engine.lora
 engine.batch
 engine.grammar engine.scheduler
@@ -217,7 +217,7 @@ server.bench server.completion server.doctor server.fetch
 server.observe server.text
 server.access server.answer server.media
 server.fleet server.generate
-server.batch server.chat server.http
+server.clients server.http
 server.upstreams
 server.api
 server.app

@@ -54,10 +54,8 @@ _ANSWERS = {200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 422, 429, 431
 
 ADMIN_KEY = "of-the-operator"
 
-SHOWN = (
-    "/", "/metrics", "/metrics/engine/0", "/status.json", "/openapi.json", "/docs", "/v1/models",
-)  # fmt: skip
-"""Paths fetched without a body."""
+_PAGES = ("/", "/docs", "/openapi.json", "/metrics/engine/0")
+"""Paths fetched without a body besides those that the OpenAPI document has."""
 
 
 _OBEYED = {
@@ -227,8 +225,10 @@ class Trial:
             yield each.name
 
     def shown(self) -> Iterator[str]:
-        """Fetch the paths of `SHOWN`."""
-        for path in SHOWN:
+        """Fetch all paths without parameters that answer GET requests."""
+        documented = json.loads(self._get("/openapi.json"))["paths"].items()
+        paths = [path for path, ways in documented if "get" in ways and "{" not in path]
+        for path in (*_PAGES, *paths):
             self._ask_for(f"GET {path}", path)
             yield path
 

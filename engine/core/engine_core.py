@@ -21,8 +21,8 @@ from engine.core.operations import Operations
 from engine.core.steps import Steps
 from engine.core.utilities import execute_operation
 from engine.core.wave_clock import WaveClock
-from engine.kv_events.events import KvEventLog
-from engine.kv_tiers.tiers import KvTiers
+from engine.kv.events import KvEventLog
+from engine.kv.tiers import KvTiers
 from engine.scheduler.admission import AdmissionPolicy
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import EngineConfig

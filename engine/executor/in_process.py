@@ -45,7 +45,7 @@ from engine.lora.store import AdapterStore
 from engine.lora.weights import adapter_weights
 from engine.models.adapters import AdapterWeights
 from engine.models.formats.files import CheckpointError, TensorFiles
-from engine.models.formats.quantized.scheme import read_scheme
+from engine.models.formats.quantized_scheme import read_scheme
 from engine.models.hf_config import read_config, read_spec
 from engine.models.loading.decoder import Shard
 from engine.models.loading.mlps import GroupPosition

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.models.families.config import check_unread, with_defaults
 from engine.models.families.registry import architecture_of, family_of
-from engine.models.formats.quantized.scheme import read_scheme
+from engine.models.formats.quantized_scheme import read_scheme
 from engine.models.spec import (
     DtypeName,
     ModelSpec,

@@ -41,7 +41,7 @@ def open_checkpoint(
         return DummyCheckpoint(directory, spec, config.seed, dtype)
     if is_gguf(config.model):
         # Imports a package that only GGUF needs.
-        from engine.models.formats.gguf.checkpoint import GgufCheckpoint
+        from engine.models.formats.gguf_checkpoint import GgufCheckpoint
 
         dtype_override = None if config.dtype == "auto" else _DTYPES[config.dtype]
         return GgufCheckpoint(Path(config.model).expanduser(), spec, dtype_override)

@@ -39,12 +39,12 @@ from engine.core.wave_clock import WaveClock
 from engine.executor.environment import bind_cpus, compute_processes, configure_environment
 from engine.executor.rules import check_draft_settings, check_pooling, image_refusal
 from engine.executor.team import Team
-from engine.kv_events.events import KvEventLog
-from engine.kv_events.publisher import KvEventPublisher, check_events, read_settings
-from engine.kv_tiers.opening import BadTiers, KvMemory, check_tiers, model_name, open_tiers
-from engine.kv_tiers.tiers import KvTiers
-from engine.kv_transfer.port import open_port
-from engine.kv_transfer.settings import read_transfer
+from engine.kv.event_publisher import KvEventPublisher, check_events, read_settings
+from engine.kv.events import KvEventLog
+from engine.kv.tier_opening import BadTiers, KvMemory, check_tiers, model_name, open_tiers
+from engine.kv.tiers import KvTiers
+from engine.kv.transfer_port import open_port
+from engine.kv.transfer_settings import read_transfer
 from engine.lockstep.grouping import GroupConnection, Grouping
 from engine.lockstep.loop import LockstepLoop
 from engine.lockstep.wave import EngineWave, Phase

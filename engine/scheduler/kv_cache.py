@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.kv_events.events import KvEventLog
-from engine.kv_tiers.tiers import BlockName, Fetch, KvTiers
+from engine.kv.events import KvEventLog
+from engine.kv.tiers import BlockName, Fetch, KvTiers
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.block_table import FREED, NEVER, BlockTable, CacheShape, GroupTable
 from engine.scheduler.prefix_cache import BlockChanges, BlockLog, KnownDigests, PrefixCache

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.batch.grammars import Grammar
-from engine.kv_tiers.tiers import Fetch
+from engine.kv.tiers import Fetch
 from engine.scheduler.adapter_slots import NO_ADAPTER
 from engine.scheduler.block_table import BlockTable
 from engine.shared.block_names import ROOT_DIGEST, adapter_root

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import ExecutorInfo
 from engine.batch.grammars import Grammars
-from engine.kv_events.events import KvEventLog
-from engine.kv_tiers.tiers import KvTiers
+from engine.kv.events import KvEventLog
+from engine.kv.tiers import KvTiers
 from engine.scheduler.adapter_slots import AdapterSlots
 from engine.scheduler.admission import UNLIMITED, Grant, RankState, StepBudget
 from engine.scheduler.block_table import CacheShape, lookahead_tokens

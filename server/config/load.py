@@ -10,6 +10,7 @@ from engine.shared.config import (
     PositiveInt,
     Section,
 )
+from server.router.routing import POLICIES
 
 
 class OverloadConfig(Section, frozen=True, kw_only=True):
@@ -79,23 +80,10 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
 
     routing_policy: Annotated[
         str,
-        OneOf(
-            (
-                "least-loaded",
-                "prefix-aware",
-                "prefix-affinity",
-                "power-of-two",
-                "round-robin",
-            ),
-            "swell.routing_policies",
-        ),
-        "Which engine gets a request; least-loaded: the one with the least work; "
-        "prefix-aware: the one with the least work including the request, minus its cached "
-        "prefix: engines report which KV blocks they hold; "
-        "prefix-affinity: the one that got a prompt with the same beginning, unless it is "
-        "much busier (for a new beginning all front ends choose the same engine); "
-        "power-of-two: the less loaded of two drawn at random; round-robin: each in turn; or the "
-        "name of a plugin.",
+        OneOf(tuple(POLICIES), "swell.routing_policies"),
+        "Which engine gets a request; "
+        + "".join(f"{name}: {policy.help}; " for name, policy in POLICIES.items())
+        + "or the name of a plugin.",
     ] = "least-loaded"
     routing_index_blocks: Annotated[
         PositiveInt,

@@ -16,8 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.shared.plugins import load_plugin
-
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS_PER_REQUEST = 512
@@ -304,14 +302,31 @@ def _prefix_hashes(token_ids: Sequence[int], cache_root: bytes) -> list[int]:
     return hashes
 
 
-POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
-    "least-loaded": LeastLoaded,
-    "prefix-aware": PrefixAware,
-    "prefix-affinity": PrefixAffinity,
-    "power-of-two": PowerOfTwo,
-    "round-robin": RoundRobin,
+class BuiltIn(NamedTuple):
+    """A built-in policy."""
+
+    build: Callable[[int], RoutingPolicy]
+    """Builds it, given the start of its rotation."""
+    help: str
+    """Its part of the help of `--routing-policy`."""
+
+
+POLICIES = {
+    "least-loaded": BuiltIn(LeastLoaded, "the one with the least work"),
+    "prefix-aware": BuiltIn(
+        PrefixAware,
+        "the one with the least work including the request, minus its cached prefix: engines "
+        "report which KV blocks they hold",
+    ),
+    "prefix-affinity": BuiltIn(
+        PrefixAffinity,
+        "the one that got a prompt with the same beginning, unless it is much busier (for a new "
+        "beginning all front ends choose the same engine)",
+    ),
+    "power-of-two": BuiltIn(PowerOfTwo, "the less loaded of two drawn at random"),
+    "round-robin": BuiltIn(RoundRobin, "each in turn"),
 }
-"""Built-in policies by configured name; the argument is the start of the rotation."""
+"""Built-in policies by name; the choices of `--routing-policy`."""
 
 
 def build_policy(name: str, start: int) -> RoutingPolicy:
@@ -321,7 +336,8 @@ def build_policy(name: str, start: int) -> RoutingPolicy:
         BadPlugin: the policy's plugin cannot be used.
     """
     if name in POLICIES:
-        return POLICIES[name](start)
+        return POLICIES[name].build(start)
+    from engine.shared.plugins import load_plugin  # slow to import; every command imports this
 
     def checked(policy: Callable[[int], RoutingPolicy]) -> RoutingPolicy:
         idle = [EngineLoad(0, 0, 0, 0, 0.0)]

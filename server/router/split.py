@@ -1,7 +1,7 @@
 """Disaggregated prefill: which prompts are computed by separate engines.
 
 Engines with the role `prefill` compute only long prompts, while there are `decode` engines, and
-offer the KV blocks to them; see `engine.kv_transfer`. If engines of one role are missing, those of
+offer the KV blocks to them; see `engine.kv`. If engines of one role are missing, those of
 the other do everything. Pure decisions; `server.router.delivery` carries them out.
 """
 

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import engine_bench, side_by_side
 from engine.shared.writable import writable_directory, writable_file
-from server.batch.lines import OutputFile
 from server.bench import command
 from server.bench.config import BenchConfig
+from server.clients.batch_lines import OutputFile
 
 
 class Worked(Exception):

@@ -9,8 +9,8 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.core.events import PrerequisitesSettled
 from engine.executor.in_process import InProcessExecutor
-from engine.kv_tiers.opening import open_tiers
-from engine.kv_transfer.settings import read_transfer
+from engine.kv.tier_opening import open_tiers
+from engine.kv.transfer_settings import read_transfer
 from engine.shared.config import (
     CacheConfig,
     EngineConfig,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from engine.kv_tiers.tiers import BlockName
+from engine.kv.tiers import BlockName
 from engine.shared.messages import EngineCounters, KvSource
 from tests.support.checked_executor import CheckedExecutor
 

@@ -13,8 +13,8 @@ from engine.core.loop import EngineLoop
 from engine.core.sender import LATE_INTERVAL, Sender
 from engine.core.steps import StepFailed
 from engine.core.watchdog import StepWatch
-from engine.kv_tiers.block_store import MODEL_SIZE
-from engine.kv_tiers.tiers import KvTiers
+from engine.kv.block_store import MODEL_SIZE
+from engine.kv.tiers import KvTiers
 from engine.lockstep.grouping import GroupConnection
 from engine.process.receiver import Receiver
 from engine.process.reception import Leave, Serve, StartDrain

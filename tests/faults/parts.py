@@ -6,8 +6,8 @@ from unittest import mock
 from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop
-from engine.kv_tiers.tiers import KvTiers
-from engine.kv_transfer.port import BlockPort
+from engine.kv.tiers import KvTiers
+from engine.kv.transfer_port import BlockPort
 from engine.process.reception import FrontEndLinks, Reception
 from engine.shared.membership import Membership
 from server.router import router as router_module

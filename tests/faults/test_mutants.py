@@ -14,9 +14,9 @@ from coordinator.state import CoordinatorState
 from engine.core.engine_core import EngineCore
 from engine.core.events import CoreEvent, Drain, InboxItem
 from engine.core.loop import EngineLoop
-from engine.kv_tiers.tiers import Fetch, KvTiers
-from engine.kv_transfer.messages import BlockFound, checksum
-from engine.kv_transfer.port import BlockPort, _Running
+from engine.kv.tiers import Fetch, KvTiers
+from engine.kv.transfer_messages import BlockFound, checksum
+from engine.kv.transfer_port import BlockPort, _Running
 from engine.process.reception import Action as ReceptionAction
 from engine.process.reception import FrontEndLinks, Reception, SendHello
 from engine.shared.messages import (

@@ -1,1 +1,1 @@
-"""Weight file formats, all read by the decoder's tensor names."""
+"""Weight file formats (safetensors, quantized, GGUF), read by the decoder's tensor names."""

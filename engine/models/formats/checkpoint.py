@@ -19,10 +19,10 @@ from engine.models.formats.files import (
     random_fingerprint,
     random_tensor,
 )
-from engine.models.formats.quantized.floats import FloatWeight
-from engine.models.formats.quantized.integers import BadQuantization, IntegerWeight
-from engine.models.formats.quantized.scheme import read_scheme
-from engine.models.formats.quantized.weights import (
+from engine.models.formats.quantized_floats import FloatWeight
+from engine.models.formats.quantized_integers import BadQuantization, IntegerWeight
+from engine.models.formats.quantized_scheme import read_scheme
+from engine.models.formats.quantized_weights import (
     CACHE_SCALES,
     StoredWeight,
     expanded,

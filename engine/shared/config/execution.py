@@ -7,6 +7,14 @@ from msgspec import Meta
 from engine.shared.config.section import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section
 from engine.shared.cpu.lists import BadCpuList, CpuList, read_lists
 
+ADMISSION_POLICIES = {
+    "none": "whenever prompts fit",
+    "balance": "not while any engine is full",
+    "cadence": "in every N-th step",
+    "level": "once all ranks have similar prefill work, or waiting longer is not worth it",
+}
+"""Choices of `--admission-policy` and their help; `engine.scheduler.policies` builds them."""
+
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Scheduling"""
@@ -103,11 +111,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = None
     admission_policy: Annotated[
         str | None,
-        OneOf(("none", "balance", "cadence", "level"), "swell.admission_policies"),
-        "When lockstep engines prefill; none: whenever prompts fit; balance: not while any engine "
-        "is full; cadence: in every N-th step; level: once all ranks have similar prefill work, "
-        "or waiting longer is not worth it; or the name of a plugin; "
-        "default: level in a lockstep group, else none.",
+        OneOf(tuple(ADMISSION_POLICIES), "swell.admission_policies"),
+        "When lockstep engines prefill; "
+        + "".join(f"{name}: {text}; " for name, text in ADMISSION_POLICIES.items())
+        + "or the name of a plugin; default: level in a lockstep group, else none.",
     ] = None
     admission_cadence: Annotated[
         PositiveInt, "For cadence: compute prompts in every N-th step."

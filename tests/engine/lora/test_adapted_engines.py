@@ -22,7 +22,7 @@ from tests.engine.configs import config_of
 from tests.engine.draft_heads import save_eagle3
 from tests.engine.driver import Driver
 from tests.engine.executor.test_images import show, text
-from tests.engine.kv_transfer.played_engine import PlayedEngine
+from tests.engine.kv.played_engine import PlayedEngine
 from tests.engine.lora.adapters import TEXT_OF_SEEING_MODELS
 from tests.engine.lora.processes import LORA, REPORTING, Processes, largest_error
 from tests.engine.serving import request

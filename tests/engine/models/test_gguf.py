@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.models.formats.files import CheckpointError
-from engine.models.formats.gguf.expansion import EXPANSIONS, INT4_TYPES, expand, int4_codes
+from engine.models.formats.gguf_expansion import EXPANSIONS, INT4_TYPES, expand, int4_codes
 from engine.models.hf_config import read_spec
 from engine.models.products.int4 import Int4Weights
 from engine.models.settings import open_checkpoint

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
 from engine.scheduler.policies import Balance, Cadence, Level, build_admission_policy
-from engine.shared.config import SchedulerConfig
+from engine.shared.config import ADMISSION_POLICIES, SchedulerConfig
 from engine.shared.plugins import BadPlugin
 from tests.support.plugins import offer
 
@@ -77,6 +77,11 @@ def test_the_default_depends_on_whether_engines_step_together(
 ) -> None:
     config = SchedulerConfig(admission_policy=name)
     assert type(build_admission_policy(config, lockstep_size)) is expected
+
+
+@pytest.mark.parametrize("name", ADMISSION_POLICIES)
+def test_every_choice_of_the_setting_is_built_without_a_plugin(name: str) -> None:
+    build_admission_policy(SchedulerConfig(admission_policy=name), lockstep_size=2)
 
 
 def test_settings_reach_the_policy() -> None:

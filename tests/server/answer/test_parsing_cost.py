@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.answer.call_formats import CALL_FORMATS
+from server.answer.call_formats import CALL_FORMATS, CallFormat, CallSyntax
 from server.answer.parts import AnswerParser, Part, whole_message
 from server.answer.reader import AnswerReader
 from server.answer.reasoning import REASONING_FORMATS, THINK, ReasoningReader, ReasoningTags
@@ -57,26 +57,31 @@ BEGUN = {
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]add[ARGS]{", "[TOOL_CALLS][" + _JSON[0]],
     "pythonic": ["[", "[add(a=1)", "[add(a=1), ", "[add(", "[add(a='"],
 }  # fmt: skip
-"""The beginning of a call in each format, at various stages."""
+"""The beginnings of calls, at various stages."""
 SAME = {
-    "command_r": "hermes",
-    "deepseek_v31": "deepseek_v3",
     "gemma4": "functiongemma",
-    "glm4": "mistral",
-    "internlm": "hermes",
-    "jamba": "hermes",
     "lfm2": "pythonic",
     "minimax_m2": "qwen3_coder",
-    "nemotron": "hermes",
     "olmo3": "pythonic",
-    "phi4_mini": "hermes",
-    "qwen": "hermes",
     "qwen3_xml": "qwen3_coder",
     "seed_oss": "qwen3_coder",
     "step3": "qwen3_coder",
-    "xlam": "llama3_json",
 }
-"""Formats that share the parser of another one."""
+"""Formats without a syntax that share the parser of another one."""
+
+
+def enforced_beginnings(format: CallFormat, syntax: CallSyntax) -> list[str]:
+    """Return the beginnings of a call that the syntax of a format enforces."""
+    before = syntax.opening + syntax.before
+    begun = before.replace("{name}", '"add"').replace("{bare_name}", "add")
+    return [*format.starts, begun, begun + '{"a": "']
+
+
+BEGUN |= {
+    name: enforced_beginnings(format, format.syntax)
+    for name, format in CALL_FORMATS.items()
+    if format.syntax is not None and name not in BEGUN | SAME
+}
 FILLERS = (" ", "a", "{", '"')
 
 

@@ -19,7 +19,8 @@ from benchmarks.routing_bench import (
     skewed,
 )
 from engine.shared.plugins import BadPlugin
-from server.config import RoutingConfig
+from engine.shared.settings import settings_of
+from server.config import FrontEndConfig
 from server.router.routing import (
     AFFINITY_BAND,
     AFFINITY_BLOCK,
@@ -51,9 +52,11 @@ def prompt(seed: int, blocks: int) -> list[int]:
 
 
 def test_every_configured_name_has_its_policy() -> None:
-    for name, policy in POLICIES.items():
-        RoutingConfig(routing_policy=name)
-        choice = policy(3).choose([load(0), load(1, 4)], [1, 2, 3])
+    [setting] = [each for each in settings_of(FrontEndConfig) if each.name == "routing_policy"]
+    assert setting.choices
+    for name in setting.choices:
+        assert f" {name}: " in setting.help
+        choice = build_policy(name, 3).choose([load(0), load(1, 4)], [1, 2, 3])
         assert choice.rank in (0, 1)
 
 
@@ -233,7 +236,7 @@ class TestPrefixAware:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_choosing_among_100_engines_takes_under_a_millisecond(name: str) -> None:
-    policy = POLICIES[name](0)
+    policy = build_policy(name, 0)
     loads = [load(rank, rank % 7) for rank in range(100)]
     tokens = prompt(1, 64)
     policy.choose(loads, tokens)
@@ -247,7 +250,7 @@ def test_choosing_among_100_engines_takes_under_a_millisecond(name: str) -> None
 
 def simulate(workload: Workload, policy: str, directory: Path, requests: int) -> Result:
     specs = list(workload(random.Random(1), requests, 4))
-    return Simulation(POLICIES[policy], 4, 2, 1, directory).run(specs)
+    return Simulation(POLICIES[policy].build, 4, 2, 1, directory).run(specs)
 
 
 @pytest.mark.slow

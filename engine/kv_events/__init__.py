@@ -1,1 +1,0 @@
-"""Publishes the KV blocks that an engine holds, as vLLM's events."""

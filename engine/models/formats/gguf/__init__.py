@@ -1,1 +1,0 @@
-"""Weights of GGUF files, expanded to floats when loaded."""

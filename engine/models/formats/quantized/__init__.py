@@ -1,1 +1,0 @@
-"""Checkpoints with quantized weights: GPTQ, AWQ, FP8, compressed-tensors."""

@@ -1,1 +1,0 @@
-"""`swell run-batch`: processes a file of requests."""

@@ -1,1 +1,0 @@
-"""`swell chat`: a conversation in the terminal, with a running server or a temporary one."""

@@ -1,0 +1,1 @@
+"""Commands that are clients of a running server, or of one started for them: chat, run-batch."""
