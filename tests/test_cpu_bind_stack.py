@@ -31,7 +31,6 @@ def allowed(process: psutil.Process) -> set[str]:
 
 
 @pytest.mark.skipif(len(USABLE) < 2, reason="needs two CPUs")
-@pytest.mark.usefixtures("started_anew")
 def test_all_threads_of_engine_processes_stay_on_their_cpus() -> None:
     first, second = USABLE[:2]
     with RunningStack(*SMALL, "--cpu-bind", f"{first}|{second}") as stack:

@@ -68,7 +68,7 @@ class StepThread:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        recorded = profile(activities=activities, acc_events=True)
+        recorded = profile(activities=activities)
         self.call(recorded.start)
         self._profile = recorded
 
