@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from engine.kernels.cuda import attention, fused, product
 from engine.models.attention.tiles import TileShape, tile_shapes
-from engine.models.products.invariant import SHAPES
+from engine.models.products.invariant import SHAPES, ProductTiles
 
 LARGEST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Maximum bytes of shared memory per program, by compute capability."""
@@ -59,31 +59,31 @@ def compile_attention(capability: int, shape: TileShape, dim: int, **flags: bool
 
 
 def compile_all(capability: int) -> None:
-    """Compile the variants for a device of this compute capability."""
+    """Compile, for a device of this compute capability, the variants that use its matrix units.
+
+    These and the memory differ by capability; `compile_rest` compiles what is alike for all.
+    """
     shared = LARGEST_SHARED[capability]
-    # The widest heads take the most memory; 80 are padded, and 128 are not.
-    for dim in (80, 256):
-        decodes, _ = tile_shapes(4, dim, shared, batch_invariant=False)
-        compile_attention(capability, decodes, dim, IS_SPLIT=True)
+    # The widest heads and the largest tiles take the most memory.
     for dim in (128, 256):
         _, prompts = tile_shapes(4, dim, shared, batch_invariant=False)
         compile_attention(capability, prompts, dim, HAS_SINKS=True, HAS_WINDOW=True)
+    compile_product(capability, SHAPES[-1][1])
+
+
+def compile_rest(capability: int) -> None:
+    """Compile the other variants, for a device of this compute capability."""
+    shared = LARGEST_SHARED[capability]
+    for dim in (80, 256):  # 80 are padded
+        decodes, _ = tile_shapes(4, dim, shared, batch_invariant=False)
+        compile_attention(capability, decodes, dim, IS_SPLIT=True)
     invariant, _ = tile_shapes(4, 128, shared, batch_invariant=True)
     compile_attention(capability, invariant, 128, HAS_CAP=True)
     compile_kernel(
         attention.merge_splits, capability, {"HEADS": 32, "DIM": 80, "WIDTH": 128, "SPLITS": 32}
     )
-    for _, tiles in SHAPES:
-        compile_kernel(
-            product.multiply,
-            capability,
-            {
-                "NUM_OUTPUTS": 4096, "NUM_INPUTS": 4096, "HAS_BIAS": True, "HAS_SUMS": True,
-                "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
-            },
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )  # fmt: skip
+    for _, tiles in SHAPES[:-1]:
+        compile_product(capability, tiles)
     compile_kernel(fused.norm_rows, capability, {"COUNT": 4096, "WIDTH": 4096})
     compile_kernel(fused.norm_heads, capability, {"HEADS": 40, "DIM": 128, "WIDTH": 128})
     compile_kernel(fused.gate_rows, capability, {"COUNT": 14336, "AT_ONCE": 1024})
@@ -91,6 +91,21 @@ def compile_all(capability: int) -> None:
     compile_kernel(fused.rotate_and_store, capability, heads)
 
 
+def compile_product(capability: int, tiles: ProductTiles) -> None:
+    """Compile the product for a tile shape."""
+    compile_kernel(
+        product.multiply,
+        capability,
+        {
+            "NUM_OUTPUTS": 4096, "NUM_INPUTS": 4096, "HAS_BIAS": True, "HAS_SUMS": True,
+            "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
-    for given in sys.argv[1:]:
-        compile_all(int(given))
+    for given in map(int, sys.argv[1:]):
+        compile_all(given)
+    compile_rest(int(sys.argv[1]))

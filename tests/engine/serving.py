@@ -38,7 +38,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "penalized by count": {"temperature": 0.0, "frequency_penalty": 0.15},
     "penalized once": {"temperature": 0.4, "presence_penalty": 0.4},
     "biased": {"temperature": 0.0, "logit_bias": {70: 4.0, 71: -100.0}},
-    "long": {"temperature": 0.0, "min_tokens": 30, "ignore_eos": False},
+    "long": {"temperature": 0.0, "min_tokens": 20, "ignore_eos": False},
     "stopped": {"temperature": 0.0, "ignore_eos": False, "stop_token_ids": (15, 200)},
     "allowed": {"allowed_token_ids": tuple(range(60, 75)), "temperature": 0.5},
     "without words": {"temperature": 0.0, "bad_words": ((201,), (14, 201), (62, 67, 72))},
@@ -133,7 +133,7 @@ def request(id: int, prompt: list[int], **sampling: Any) -> AddRequest:
 def every_kind() -> list[AddRequest]:
     """Return a request with each kind of parameters; prompts are of up to 111 tokens."""
     return [
-        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=40, **sampling)
+        request(id, SOME_TEXT[: 11 + 2 * id] * (1 + id % 3), max_tokens=28, **sampling)
         for id, sampling in enumerate(PARAMETERS.values())
     ]
 

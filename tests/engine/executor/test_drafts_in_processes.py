@@ -66,7 +66,7 @@ def test_drafts_of_a_model_in_several_processes_change_no_token(
     plain = settings(directory, {}, {})
     alone = InProcessExecutor(plain)
     # Bias makes some drafts of random models right.
-    made = [biased(each) for each in requests(256, longest=26)]
+    made = [biased(each) for each in requests(256, longest=20)]
     expected, _ = serve(alone, plain, made)
     alone.shutdown()
 

@@ -122,17 +122,25 @@ def test_absent_device_is_refused(settings: MakeConfig) -> None:
         InProcessExecutor(settings(device="cuda"))
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
+@pytest.fixture
 def executor(request: pytest.FixtureRequest, settings: MakeConfig) -> Iterator[InProcessExecutor]:
+    """An executor with a thread for its steps, unless parametrized not to have one."""
+    is_overlapped = getattr(request, "param", True)
     executor = InProcessExecutor(
         msgspec.structs.replace(
-            settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=request.param)
+            settings(), scheduler=SchedulerConfig(max_num_seqs=4, async_scheduling=is_overlapped)
         )
     )
     yield executor
     executor.shutdown()
 
 
+WITH_AND_WITHOUT_THREAD = pytest.mark.parametrize(
+    "executor", [False, True], ids=["apart", "overlapped"], indirect=True
+)
+
+
+@WITH_AND_WITHOUT_THREAD
 def test_a_failure_in_a_step_is_raised_by_its_result(executor: InProcessExecutor) -> None:
     failing, fine = executor.submit(plan([98, 99])), executor.submit(plan([7, 8]))
     with pytest.raises(ValueError, match="vocabulary"):
@@ -140,6 +148,7 @@ def test_a_failure_in_a_step_is_raised_by_its_result(executor: InProcessExecutor
     assert len(fine.result().token_ids) == 1
 
 
+@WITH_AND_WITHOUT_THREAD
 def test_shutdown_is_final_and_idempotent(executor: InProcessExecutor) -> None:
     executor.shutdown()
     executor.shutdown()
@@ -150,16 +159,17 @@ def test_shutdown_is_final_and_idempotent(executor: InProcessExecutor) -> None:
 # -- sleep and profiles ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_model_is_the_same_after_a_sleep(executor: InProcessExecutor, level: int) -> None:
+@WITH_AND_WITHOUT_THREAD
+def test_a_model_is_the_same_after_a_sleep(executor: InProcessExecutor) -> None:
     before = executor.submit(plan([7, 8, 9])).result()
-    executor.sleep(level)
-    executor.sleep(level)
-    with pytest.raises(RuntimeError, match="sleeps"):
-        executor.submit(plan([7, 8, 9]))
-    executor.wake_up()
-    executor.wake_up()
-    assert executor.submit(plan([7, 8, 9])).result() == before
+    for level in (1, 2):
+        executor.sleep(level)
+        executor.sleep(level)
+        with pytest.raises(RuntimeError, match="sleeps"):
+            executor.submit(plan([7, 8, 9]))
+        executor.wake_up()
+        executor.wake_up()
+        assert executor.submit(plan([7, 8, 9])).result() == before
 
 
 @pytest.mark.parametrize(
@@ -278,6 +288,7 @@ def test_weights_can_wake_up_before_the_cache(executor: InProcessExecutor) -> No
     assert executor.submit(plan([7, 8, 9])).result() == before
 
 
+@WITH_AND_WITHOUT_THREAD
 def test_a_profile_shows_the_operations_of_the_steps_in_between(
     executor: InProcessExecutor, tmp_path: Path
 ) -> None:

@@ -20,10 +20,10 @@ from engine.models.attention.rows import AttentionRows
 
 pytestmark = pytest.mark.usefixtures("inference")
 
-SHAPES = [(6, 2, 32), (4, 4, 16), (6, 2, 80), (100, 1, 32), (2, 2, 256)]
+SHAPES = [(6, 2, 32), (4, 2, 16), (6, 2, 80), (100, 1, 32), (2, 2, 256)]
 """Heads, key-value heads and their size, of the bundled model first.
 
-To compile a kernel for one takes seconds.
+To compile a kernel for one takes seconds; the first two are also those of tiny models.
 """
 BLOCK_SIZE, BLOCKS = 8, 60
 STARTS = [3, 0, 100, 130, 0, 330, 15, 127]
@@ -97,7 +97,7 @@ def test_patch_attention_equals_stock_operators(
             assert difference(result, expected) < 0.02, (counts, window)
 
 
-@pytest.mark.parametrize(("shape", "window"), [((6, 2, 32), None), ((4, 4, 16), 20)])
+@pytest.mark.parametrize(("shape", "window"), [((6, 2, 32), None), ((4, 2, 16), 20)])
 def test_attention_sinks_take_their_share(shape: tuple[int, int, int], window: int | None) -> None:
     attention, exact = attentions(shape, scale=0.2)
     rows = rows_of([1, 40, 150], [0, 7, 100])
@@ -120,7 +120,7 @@ def test_scores_are_capped(softcap: float) -> None:
     assert difference(result, expected) < (0.02 if has_pairs() else 0.1)
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 32), (4, 4, 16), (6, 2, 80)])
+@pytest.mark.parametrize("shape", [(6, 2, 32), (4, 2, 16), (6, 2, 80)])
 @pytest.mark.parametrize(("window", "threads"), [(None, 2), (1, 5), (50, 5)])
 def test_token_has_same_bits_in_any_step(
     shape: tuple[int, int, int], window: int | None, threads: int
@@ -174,9 +174,9 @@ def test_widely_spread_scores_are_accurate() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_stays_in_its_row(value: float) -> None:
-    attention, _ = attentions((4, 4, 16))
+    attention, _ = attentions((4, 2, 16))
     rows = rows_of([1, 3, 150], [9, 2, 0])
-    queries, cache = tensors((4, 4, 16), 154)
+    queries, cache = tensors((4, 2, 16), 154)
     clean = attention.attend(queries, cache, attention.plan(rows, None))
     broken = queries.clone()
     broken[2, 1, 5] = value

@@ -70,7 +70,7 @@ def test_tokens_are_the_same_with_and_without_blocks_of_another_engine(
     directory = checkpoint(name).directory
     prompts = [prompt(90), prompt(90)[:50] + prompt(9), prompt(40)[::-1], prompt(33)]
     requests = [
-        request(id, each, temperature=float(id % 2), max_tokens=30)
+        request(id, each, temperature=float(id % 2), max_tokens=16)
         for id, each in enumerate(prompts, 1)
     ]
     prefill = start(directory, role="prefill", **options)

@@ -199,7 +199,7 @@ def serve(root: Path) -> Any:
 def mixed(versions: list[str], prompt: Callable[[int], list[int]]) -> list[AddRequest]:
     """Return requests of all adapters and of none, with prompts longer than a step."""
     requests = [
-        request(id, prompt(20 + 10 * (id % 5)), max_tokens=24, temperature=0.0)
+        request(id, prompt(20 + 10 * (id % 5)), max_tokens=16, temperature=0.0)
         for id in range(1, 13)
     ]
     return [replace(each, adapter=versions[each.id % 4]) for each in requests]

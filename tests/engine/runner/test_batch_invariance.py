@@ -22,7 +22,7 @@ from engine.shared.messages import SamplingParams
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
 
 LENGTH = 140
-ALONE = (*[1] * 20, 40, *[1] * 8, 56, *[1] * 16)
+ALONE = (*[1] * 8, 52, *[1] * 8, 56, *[1] * 16)
 """Tokens of each step of one sequence by itself: decodes at its beginning and its end and around
 64 tokens and 128, where kernels begin other blocks of keys, and two chunks between them."""
 CAPS_SCORES = has_pairs() and not float32_is_faster()

@@ -43,7 +43,7 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(plain: list[Answ
     )
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     counters = stats.counters
-    assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 300
+    assert counters.spec_draft_tokens == counters.spec_accepted_tokens > 200
     assert counters.spec_accepted_at[0] == counters.spec_drafts
     assert counters.preemptions > 0
 

@@ -38,12 +38,12 @@ class Decodes:
         return [len(self.step()) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("tenants", [1, 4, 9, 16, 64])
+@pytest.mark.parametrize("tenants", [1, 4, 9, 64])
 def test_n_large_tenants_add_at_most_sqrt_n_times_the_limit_of_one(
     tenants: int,
 ) -> None:
     streams = 1
-    rows = Decodes([streams, *[200] * tenants]).rows(400)
+    rows = Decodes([streams, *[30] * tenants]).rows(400)
     alone = PRIOR_BASE + streams
     together = max((SLOWDOWN - 1) * math.sqrt(tenants) * alone, tenants * streams)
     assert sum(rows) / len(rows) - streams == pytest.approx(together, rel=0.05)
