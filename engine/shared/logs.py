@@ -11,6 +11,7 @@ import faulthandler
 import io
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -213,6 +214,8 @@ def guard_standard_error() -> LogStream:
 LogFormat = Literal["text", "json"]
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""All but tab and line feed; also characters that terminals show as a line break or reorder."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -240,6 +243,23 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+class TextFormatter(logging.Formatter):
+    """Formats a record as a line of text.
+
+    Messages can quote what clients and operators send, such as the name of an adapter: control
+    characters are escaped, and further lines indented, so that none looks like another record.
+    """
+
+    def __init__(self, process: str) -> None:
+        form = f"%(asctime)s.%(msecs)03d %(levelname)-7s [{process}] %(message)s"
+        super().__init__(form, "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without an exception."""
+        line = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))
+        return line.replace("\n", "\n    ")
+
+
 def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> None:
     """Show the process as `swell: NAME` in the process list and set up its logging.
 
@@ -253,8 +273,7 @@ def name_process(name: str, log_level: str, log_format: LogFormat = "text") -> N
     if log_format == "json":
         handler.setFormatter(JsonFormatter(name))
     else:
-        form = f"%(asctime)s.%(msecs)03d %(levelname)-7s [{name}] %(message)s"
-        handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+        handler.setFormatter(TextFormatter(name))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
 
 

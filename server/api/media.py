@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.shared.fair_threads import tenant_id
 from server.api.services import Services
 from server.errors import invalid_field
 from server.generate.conversation import image_parts
@@ -66,7 +67,7 @@ async def with_counted_images(source: Conversation, services: Services) -> Conve
     sources = _sources(source, services)
     if images is None or not sources:
         return source
-    held = images.hold(0)
+    held = images.hold(tenant_id.get())
     try:
         return _shown(source, await images.count(sources, held))
     finally:

@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from engine.shared.messages import MAX_ASPECT_RATIO, EncoderInput
 from server.media.processors import EncoderSize, ImagePlan, ImageProcessor
+from server.media.stripping import MAX_METADATA, MAX_PARTS, TooManyParts, stripped
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_SIDE = 32768
@@ -45,10 +46,15 @@ class ImageFile:
     def __init__(self, content: bytes, max_pixels: int) -> None:
         if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
             raise BadImage(f"the image has more than {MAX_SCANS} scans")
+        self.num_bytes = len(content)
+        """Size of the encoded file in bytes."""
         try:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            self._content = stripped(content)
+            with _opened(self._content) as image:
                 self.width, self.height = image.size
                 turned = _orientation(image.info.get("exif")) in _TURNED
+        except TooManyParts as error:
+            raise BadImage(f"the image file has more than {MAX_PARTS} parts") from error
         except Exception as error:  # decoders can raise anything on hostile input
             raise BadImage(
                 "the image is not a PNG, JPEG, WEBP or GIF image, or its head is broken"
@@ -56,7 +62,6 @@ class ImageFile:
         if turned:
             self.width, self.height = self.height, self.width
         self._check_size(max_pixels)
-        self._content = content
         self._max_pixels = max_pixels
 
     def _check_size(self, max_pixels: int) -> None:
@@ -71,11 +76,6 @@ class ImageFile:
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise BadImage(f"{size}: one side is more than {MAX_ASPECT_RATIO} times the other")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the encoded file in bytes."""
-        return len(self._content)
-
     def decode(self) -> Image.Image:
         """Return the image upright and in RGB, as transformers loads images.
 
@@ -85,7 +85,7 @@ class ImageFile:
             BadImage: the image is corrupt, or its decoded size exceeds the limits.
         """
         try:
-            with Image.open(io.BytesIO(self._content), formats=FORMATS) as image:
+            with _opened(self._content) as image:
                 image.load()
                 self.width, self.height = image.size
                 self._check_size(self._max_pixels)
@@ -98,6 +98,14 @@ class ImageFile:
             raise BadImage("the image is broken or truncated") from error
         self.width, self.height = upright.size
         return upright
+
+
+def _opened(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    for name in ("exif", "xmp"):  # WEBP's are not stripped
+        if len(image.info.get(name, b"")) > MAX_METADATA:
+            del image.info[name]
+    return image
 
 
 def _orientation(exif: bytes | None) -> int:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from engine.shared.logs import JsonFormatter, LogLines, relay_line
+from engine.shared.logs import JsonFormatter, LogLines, TextFormatter, relay_line
 
 PROGRAM = """
 import logging, sys
@@ -80,3 +80,22 @@ def test_lines_of_children_are_relayed(
     (record,) = caplog.records
     assert record.getMessage() == "Segmentation fault"
     assert record.source == "engine 0"  # type: ignore[attr-defined]
+
+
+def test_a_quoted_name_cannot_look_like_another_record() -> None:
+    name = "x\n12:00:00.000 ERROR   [engine 0] forged\r\x1b[31m\0\u2028\u202e"
+    record = logging.makeLogRecord({"msg": "adapter %s\tis gone", "args": (name,)})
+    first, second = TextFormatter("p").format(record).split("\n")
+    assert first.endswith("[p] adapter x")
+    assert second.startswith(" ")
+    assert second.endswith("forged\\r\\x1b[31m\\x00\\u2028\\u202e\tis gone")
+
+
+def test_an_exception_is_shown_as_it_is() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        record = logging.makeLogRecord({"msg": "failed", "exc_info": sys.exc_info()})
+    lines = TextFormatter("p").format(record).splitlines()
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: wrong"

@@ -78,8 +78,9 @@ def vision(
     def make(store: ResponseStore | None = None, **changed: Any) -> Http:
         limit = changed.pop("limit_mm_per_prompt", '{"image": 3}')
         model = msgspec.structs.replace(config.model, limit_mm_per_prompt=limit)
+        guards = changed.pop("guards", config.guards)
         changed_media = msgspec.structs.replace(media, **changed)
-        own = msgspec.structs.replace(config, model=model, media=changed_media)
+        own = msgspec.structs.replace(config, model=model, media=changed_media, guards=guards)
         return Http(app_of(own, engines, tokenizer, processor=processor, store=store))
 
     return make

@@ -1,5 +1,6 @@
 """Malicious images are rejected with a 400 that names them, at a bounded cost."""
 
+import contextlib
 import io
 import struct
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from server.media.decode import MAX_SCANS, BadImage, ImageFile
 from tests.server.conftest import FakeGenerationClient, Http
@@ -46,6 +48,57 @@ def overlapping_tags() -> bytes:
     """Return EXIF data whose 12,000 tags all have the same 60 KB as their value."""
     tags = [struct.pack("<HHII", tag, 2, 60_000, 8) for tag in range(12_000)]
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(tags)
+
+
+def many_numbers(size: int) -> bytes:
+    """Return EXIF data that turn an image upside down, with fractions of this size in bytes."""
+    tags = struct.pack("<HHIHH", 0x0112, 3, 1, 3, 0) + struct.pack(
+        "<HHII", 0x8298, 5, size // 8, 38
+    )
+    return b"II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4) + b"\1\0\0\0\3\0\0\0" * (size // 8)
+
+
+def jpeg_with(segments: bytes) -> bytes:
+    whole = encoded(small(), "JPEG")
+    return whole[:2] + segments + whole[2:]
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def in_segments(exif: bytes) -> bytes:
+    pieces = [exif[at : at + 60_000] for at in range(0, len(exif), 60_000)]
+    return b"".join(segment(0xE1, b"Exif\0\0" + piece) for piece in pieces)
+
+
+def gif_with(blocks: bytes) -> bytes:
+    whole = encoded(small(), "GIF")
+    at = 13 + (3 << (whole[10] & 7) + 1)
+    return whole[:at] + blocks + whole[at:]
+
+
+_SIZE = 4 << 20
+OF_METADATA: dict[str, Callable[[], bytes]] = {
+    "EXIF in tiny segments": lambda: jpeg_with(segment(0xE1, b"Exif\0\0" + b"x" * 10) * 200_000),
+    "comments": lambda: jpeg_with(segment(0xFE, b"") * (_SIZE // 4)),
+    "padding": lambda: jpeg_with(b"\xff" * _SIZE),
+    "profiles": lambda: jpeg_with(segment(0xE2, b"ICC_PROFILE\0\1\1") * (_SIZE // 18)),
+    "numbers in a JPEG": lambda: jpeg_with(in_segments(many_numbers(_SIZE))),
+    "numbers in a PNG": lambda: png(
+        8, 8, chunk(b"eXIf", many_numbers(_SIZE)), rows=b"\0\0" * 8
+    ),
+    "numbers in a WEBP": lambda: encoded(small(), "WEBP", exif=b"Exif\0\0" + many_numbers(_SIZE)),
+    "chunks": lambda: png(8, 8, chunk(b"abCd", b"") * (_SIZE // 12), rows=b"\0\0" * 8),
+    "texts": lambda: png(
+        8, 8, *[chunk(b"tEXt", b"%d\0" % at) for at in range(_SIZE // 20)], rows=b"\0\0" * 8
+    ),
+    "empty pixels": lambda: png(8, 8, chunk(b"IDAT", b"") * (_SIZE // 12), rows=b"\0\0" * 8),
+    "comments of a GIF": lambda: gif_with(b"\x21\xfe\1c\0" * (_SIZE // 5)),
+    "a comment of tiny blocks": lambda: gif_with(b"\x21\xfe" + b"\1c" * (_SIZE // 2) + b"\0"),
+    "bytes between the blocks of a GIF": lambda: gif_with(bytes(_SIZE)),
+}  # fmt: skip
+"""Small images in files of `_SIZE` bytes."""
 
 
 def noisy(size: int) -> bytes:
@@ -112,6 +165,50 @@ def test_a_hostile_image_is_refused_by_name(http: Http, kind: str) -> None:
         assert "PIL" not in error["message"]
     assert seconds < 10
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("kind", OF_METADATA)
+def test_metadata_cost_little_whatever_they_are(kind: str) -> None:
+    content = OF_METADATA[kind]()
+    tracemalloc.start()
+    began = time.thread_time()
+    with contextlib.suppress(BadImage):  # some consist of too many parts
+        ImageFile(content, 10_000).decode()
+    seconds, (_, peak) = time.thread_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 0.2
+    assert peak < 2 * len(content) + (1 << 20)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_metadata_do_not_change_pixels(kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x010F] = "maker"
+    many: dict[str, Any] = {"comment": b"c" * 3000, "icc_profile": b"p" * 200_000, "exif": exif}
+    content = encoded(picture(40, 30), kind, **many)
+    with Image.open(io.BytesIO(content)) as plain:
+        expected = plain.convert("RGB").tobytes()
+    assert ImageFile(content, 10_000).decode().tobytes() == expected
+
+
+def test_a_transparent_frame_of_a_gif_is_read_as_pillow_reads_it() -> None:
+    content = encoded(picture(9, 9).quantize(16), "GIF", transparency=3, comment=b"c" * 900)
+    with Image.open(io.BytesIO(content)) as plain:
+        expected = plain.convert("RGB").tobytes()
+    assert ImageFile(content, 10_000).decode().tobytes() == expected
+
+
+@pytest.mark.parametrize("name", ["XML:com.adobe.xmp", "Raw profile type exif"])
+def test_a_png_is_turned_by_what_its_texts_say(name: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    texts = PngInfo()
+    if name.startswith("XML"):
+        texts.add_itxt(name, '<x tiff:Orientation="6"/>')
+    else:
+        texts.add_text(name, f"\nexif\n{len(exif.tobytes())}\n{exif.tobytes().hex()}\n", zip=True)
+    image = ImageFile(encoded(picture(10, 20), pnginfo=texts), 1000).decode()
+    assert image.size == (10, 20)
 
 
 @pytest.mark.parametrize("url", [

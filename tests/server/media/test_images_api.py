@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from server.config import GuardConfig
+from server.media.images import ImageBytes
 from server.store.service import ResponseStore
 from tests.server.conftest import FakeGenerationClient, Http, prompt_of
 from tests.server.media.conftest import TILE, TOKENS
@@ -391,6 +392,34 @@ def test_held_image_bytes_are_limited(
     assert answer.headers["retry-after"]
     for _ in range(3):  # a finished request releases its memory
         assert small.chat(messages=[user(image())])
+
+
+def test_images_that_are_only_counted_are_held_by_their_tenant(
+    vision: Callable[..., Http], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = vision(guards=GuardConfig(api_key=("ann", "bob")))
+    images = http.app.state.services.model.images
+    held: list[int] = []
+    hold = images.hold
+
+    def hold_for(tenant: int) -> ImageBytes:
+        held.append(tenant)
+        account: ImageBytes = hold(tenant)
+        return account
+
+    monkeypatch.setattr(images, "hold", hold_for)
+    chat = {"model": "tiny", "messages": [user(image())]}
+    source = {"type": "base64", "media_type": "image/png", "data": SQUARE.partition(",")[2]}
+    counted = {"model": "tiny", "messages": [user({"type": "image", "source": source})]}
+    for path, body, key in (
+        ("/v1/chat/completions", chat, "ann"),
+        ("/v1/messages/count_tokens", counted, "ann"),
+        ("/v1/messages/count_tokens", counted, "bob"),
+    ):
+        answer = http.post(path, body, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200, answer.text
+    of_ann, counted_of_ann, counted_of_bob = held
+    assert of_ann == counted_of_ann != counted_of_bob
 
 
 def test_images_are_counted_in_metrics(http: Http) -> None:
