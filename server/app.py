@@ -10,8 +10,6 @@ from starlette.exceptions import HTTPException
 from engine.shared.version import SWELL_VERSION
 from server.access.guards import install
 from server.api import invocations, meta, openapi, status, tokenize
-from server.api.admin import endpoint as admin
-from server.api.admin import operators, trainer, weights
 from server.api.chat import endpoint as chat
 from server.api.completions import endpoint as completions
 from server.api.messages import endpoint as messages
@@ -39,14 +37,6 @@ ROUTERS = (
     openapi.router,
 )
 """Routers of every front end, the most frequently used ones first."""
-ADMIN_ROUTERS = (
-    meta.settings_router,
-    admin.router,
-    weights.router,
-    operators.router,
-    trainer.router,
-)
-"""Operator routers, mounted only if there is an admin key, which they require."""
 
 
 def build_app(services: Services) -> FastAPI:
@@ -71,6 +61,8 @@ def build_app(services: Services) -> FastAPI:
     if config.http.enable_tokenizer_info_endpoint:
         routers.append(meta.tokenizer_router)
     if access.has_admin:
+        from server.api.admin.routers import ADMIN_ROUTERS  # 0.9 MB, and most servers have no key
+
         routers += ADMIN_ROUTERS
         of_operators = [route for router in ADMIN_ROUTERS for route in router.routes]
         access.admin_paths = frozenset(r.path for r in of_operators if isinstance(r, APIRoute))

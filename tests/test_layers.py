@@ -159,7 +159,8 @@ def test_durations_use_monotonic_clocks() -> None:
         (
             "server.front_end",
             "torch transformers llguidance numpy PIL httpcore huggingface_hub rich psycopg "
-            "opentelemetry.sdk server.fleet.supervisor server.bench server.clients "
+            "opentelemetry.sdk pydantic.v1 yaml difflib server.api.admin "
+            "server.fleet.supervisor server.bench server.clients "
             "engine.models engine.runner engine.scheduler engine.process",
         ),
         (

@@ -78,7 +78,7 @@ def answer_formats(
     )
 
 
-PRESET = "from the presets, presets.yaml"
+PRESET = "from the presets, presets.toml"
 FROM_PROMPTS = "the chat template shows none, so prompts describe it"
 
 

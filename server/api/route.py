@@ -4,8 +4,9 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Set
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -163,7 +164,8 @@ class ApiRoute(APIRoute):
             return _response(await endpoint(**given))
 
         own = {"response_class": Response, "response_model": None}
-        super().__init__(path, answer, **{**options, **own})
+        with _without_pydantic_v1():
+            super().__init__(path, answer, **{**options, **own})
         answered = inspect.signature(endpoint).return_annotation
         if isinstance(answered, type) and issubclass(answered, msgspec.Struct):
             self.responses |= json_responses(answered)
@@ -228,6 +230,19 @@ class OperatorRoute(ApiRoute):
     """An operation behind the admin key."""
 
     errors = (400, 403, 500, 503)
+
+
+@contextmanager
+def _without_pydantic_v1() -> Iterator[None]:
+    """Keep FastAPI from importing `pydantic.v1` (1.6 MB) to check that no body is of its kind."""
+    if "pydantic.v1" in sys.modules:
+        yield
+        return
+    sys.modules["pydantic.v1"] = None  # type: ignore[assignment]  # Python's mark: raise ImportError
+    try:
+        yield
+    finally:
+        del sys.modules["pydantic.v1"]
 
 
 async def _is_forwarded(call: Call, services: Services) -> bool:

@@ -1,6 +1,5 @@
 """Conversion of exceptions and unknown paths to the errors that clients see."""
 
-import difflib
 import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -249,6 +248,8 @@ def no_such_path(path: str, served: Collection[str]) -> str:
     for prefix, what in _NOT_SERVED.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return f"{what}: not served here."
+    import difflib  # takes milliseconds to import and is needed for mistakes only
+
     near = difflib.get_close_matches(path, served, 1) if len(path) <= _LONGEST else []
     if near:
         return f"Not Found. Did you mean {near[0]}?"

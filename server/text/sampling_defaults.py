@@ -2,16 +2,16 @@
 
 import json
 import logging
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 logger = logging.getLogger(__name__)
 
-_FILE = Path(__file__).parents[1] / "presets.yaml"
+_FILE = Path(__file__).parents[1] / "presets.toml"
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def presets() -> list[Preset]:
     """Return all presets."""
-    return msgspec.convert(yaml.safe_load(_FILE.read_text(encoding="utf-8")), list[Preset])
+    return msgspec.convert(tomllib.loads(_FILE.read_text("utf-8"))["presets"], list[Preset])
 
 
 def preset_of(family: str, name: str, *, gguf: bool = False) -> Preset:
@@ -96,7 +96,7 @@ def read_sampling_defaults(
         raise BadGenerationConfig(f"{flag}: {min(unknown)!r} is not a sampling parameter")
     found = _recommended(model, source)
     if source == "auto" and known and not found.keys() & known.keys():
-        logger.info("sampling: %s (from the presets, presets.yaml)", json.dumps(known))
+        logger.info("sampling: %s (from the presets, presets.toml)", json.dumps(known))
         found |= known
     return _defaults(found | overridden, flag)
 
