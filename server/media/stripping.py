@@ -37,13 +37,13 @@ class TooManyParts(ValueError):
 
 
 def stripped(content: bytes) -> bytes:
-    """Return an image file without metadata and later frames; anything else unchanged.
+    """Return a file without metadata before the first frame, and PNG files without later frames.
 
-    WEBP files are unchanged: libwebp reads their parts.
+    Anything else is returned unchanged, WEBP files too: libwebp reads their parts.
 
     Raises:
         TooManyParts: see `MAX_PARTS`.
-        IndexError, struct.error: the file ends within a part.
+        IndexError, ValueError, struct.error: the file ends within a part.
     """
     if content.startswith(_PNG):
         pieces = _png(content)
