@@ -234,6 +234,16 @@ def test_end_tokens_are_forbidden_before_min_tokens(start: Start, draw: Draw) ->
     assert draw(logits, range(4), positions).token_ids.tolist() == [30, EOS, EOS, 20]
 
 
+def test_draft_rows_count_the_tokens_before_them_toward_min_tokens(
+    start: Start, draw: Draw
+) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, EOS], logits[:, 30] = 9.0, 7.0
+    position = start(0, output=(4,), temperature=0.0, min_tokens=3)
+    positions = [position, position + 1, position + 2]
+    assert draw(logits, [0, 0, 0], positions).token_ids.tolist() == [30, 30, EOS]
+
+
 def test_logprobs_are_of_the_raw_logits(start: Start, draw: Draw) -> None:
     logits = random_logits(3)
     positions = [
