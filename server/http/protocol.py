@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
-from server.errors import rate_limited, unavailable
+from server.errors import ApiError, rate_limited, unavailable
 from server.http.connection_table import Connection, ConnectionTable, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import LimitExceeded, MeterLimits, Phase, RequestMeter
@@ -305,10 +305,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         logger.info("%s (%s)", reason, self.client)
         if self._takes_answer():
-            body = reason.encode()
+            kind = "server_error" if status == 503 else "invalid_request_error"
+            body = ApiError(status, reason, kind=kind).body()
             again = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(
-                STATUS_LINE[status] + b"content-type: text/plain; charset=utf-8\r\n%s"
+                STATUS_LINE[status] + b"content-type: application/json\r\n%s"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (again, len(body), body)
             )
             self.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import select
 import socket
 import ssl
@@ -301,6 +302,7 @@ async def test_answer_is_delivered_before_connection_closes(
             first, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
             assert first.split()[1] == status
             assert b"connection: close" in rest
+            assert json.loads(await reader.readuntil(b"}}"))["error"]["message"]
             writer.close()
 
 
