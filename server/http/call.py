@@ -15,6 +15,7 @@ from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import ApiError, invalid, timed_out, unavailable
 from server.http.body_budget import BodyBudget, NoRoomForBody
+from server.http.connection_end import CONNECTION_END, ConnectionEnd
 
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
@@ -52,7 +53,7 @@ class Call(Request):
     """One request and its response.
 
     While it is entered (`with call:`), a disconnect of the client ends the block with
-    `ClientDisconnected`. A single task watches for that, so awaits in the block have no overhead.
+    `ClientDisconnected`.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
@@ -69,7 +70,9 @@ class Call(Request):
         """Runs `send_keep_alive`; the next events wait for it."""
         self._owner: asyncio.Task[object] | None = None
         """The task that entered the call, cancelled when the client disconnects."""
+        self._end: ConnectionEnd | None = scope.get(CONNECTION_END)
         self._watch: asyncio.Task[None] | None = None
+        """Waits for the disconnect if the server has no `ConnectionEnd`."""
         self._hung_up = False
         self.has_client = True
         """Whether a client reads the response as it is generated."""
@@ -288,13 +291,21 @@ class Call(Request):
     # -- while it is entered ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self._end is not None and self._end.has_come:
+            raise ClientDisconnected
         self._owner = asyncio.current_task()
-        self._watch = asyncio.create_task(self._wait_for_end())
+        if self._end is not None:
+            self._end.watch(self._hang_up)
+        elif self.has_client:
+            self._watch = asyncio.create_task(self._wait_for_end())
         return self
 
     async def _wait_for_end(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._owner is not None:
             self._hung_up = True
             self._owner.cancel()
@@ -306,6 +317,8 @@ class Call(Request):
         traceback: TracebackType | None,
     ) -> None:
         owner, self._owner = self._owner, None
+        if self._end is not None:
+            self._end.unwatch(self._hang_up)
         for ended in (self._watch, self._timer, self._keep_alive_task):
             if ended is not None:
                 ended.cancel()

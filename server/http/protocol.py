@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
 from server.errors import ApiError, rate_limited, unavailable
+from server.http.connection_end import CONNECTION_END, ConnectionEnd
 from server.http.connection_table import Connection, ConnectionTable, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
 from server.http.request_meter import LimitExceeded, MeterLimits, Phase, RequestMeter
@@ -131,6 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._on_made = on_made
         self._loaded_app: Any = self.app
         self._meter = RequestMeter(self.limits)
+        self._end = ConnectionEnd()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -162,6 +164,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
+        self._end.come()
         self._stop_keep_alive()
 
     # -- receiving -------------------------------------------------------------------------------
@@ -210,6 +213,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._wait_timer is None:
             self._wait(self.receive_timeout)
         super().on_message_begin()
+        scope: Any = self.scope
+        scope[CONNECTION_END] = self._end
 
     def on_url(self, url: bytes) -> None:
         self._meter.field(len(url))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from engine.shared.messages import RequestOutput
+from server.http.connection_end import CONNECTION_END, ConnectionEnd
 from server.limits import MAX_PROMPTS
 from tests.support.waiting import until_async
 
@@ -17,7 +18,7 @@ class Connection:
     """One HTTP request to an app, with a client controlled by the test."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
-        self.scope = {
+        self.scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",
             "path": path,
@@ -29,6 +30,7 @@ class Connection:
         self.sent: list[dict[str, Any]] = []
         self.something_sent = asyncio.Event()
         self.hang_up = asyncio.Event()
+        self.end = ConnectionEnd()
         self._incoming = [
             {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
         ]
@@ -46,12 +48,18 @@ class Connection:
 
 
 def scripted(
-    app: Any, body: dict[str, Any], play: Callable[[Connection], Coroutine[Any, Any, None]]
+    app: Any,
+    body: dict[str, Any],
+    play: Callable[[Connection], Coroutine[Any, Any, None]],
+    *,
+    is_own_server: bool = False,
 ) -> Connection:
     """Serve one request with `play` as the client; both must end within the timeout."""
 
     async def run() -> Connection:
         connection = Connection("/v1/completions", {"prompt": "x", **body})
+        if is_own_server:
+            connection.scope[CONNECTION_END] = connection.end
         async with asyncio.timeout(GUARD_SECONDS), asyncio.TaskGroup() as group:
             group.create_task(app(connection.scope, connection.receive, connection.send))
             group.create_task(play(connection))
@@ -62,8 +70,9 @@ def scripted(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_own_server", [True, False])
 def test_disconnected_client_frees_its_engines(
-    app: Any, engines: Any, front_end_metrics: Any, stream: bool, n: int
+    app: Any, engines: Any, front_end_metrics: Any, is_own_server: bool, stream: bool, n: int
 ) -> None:
     engines.script = lambda stream: [RequestOutput(1, [70])]
 
@@ -72,11 +81,14 @@ def test_disconnected_client_frees_its_engines(
         await until_async(lambda: engines.streams[-1].is_awaited, "its tokens are waited for")
         if stream:
             await connection.something_sent.wait()
-        connection.hang_up.set()
+        if is_own_server:
+            connection.end.come()
+        else:
+            connection.hang_up.set()
         for running in engines.streams:
             await running.closed.wait()
 
-    connection = scripted(app, {"stream": stream, "n": n}, play)
+    connection = scripted(app, {"stream": stream, "n": n}, play, is_own_server=is_own_server)
     assert len(engines.streams) == n
     assert all(message.get("more_body", True) for message in connection.sent)
     assert bool(connection.sent) is stream
@@ -89,6 +101,18 @@ def test_client_disconnecting_during_body_is_forgotten(app: Any, engines: Any) -
         connection = Connection("/v1/completions", {})
         connection.hang_up.set()
         await connection.receive()
+        await app(connection.scope, connection.receive, connection.send)
+        return connection
+
+    assert asyncio.run(run()).sent == []
+    assert engines.streams == []
+
+
+def test_request_whose_connection_has_ended_is_not_computed(app: Any, engines: Any) -> None:
+    async def run() -> Connection:
+        connection = Connection("/v1/completions", {"prompt": "x"})
+        connection.scope[CONNECTION_END] = connection.end
+        connection.end.come()
         await app(connection.scope, connection.receive, connection.send)
         return connection
 
