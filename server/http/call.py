@@ -15,7 +15,7 @@ from server.access.admission import Reservation
 from server.access.tenants import EVERYBODY, SCOPE_KEY, Tenant
 from server.errors import ApiError, invalid, timed_out, unavailable
 from server.http.body_budget import BodyBudget, NoRoomForBody
-from server.http.connection_end import CONNECTION_END, ConnectionEnd
+from server.http.disconnect import DISCONNECT, DisconnectNotifier
 
 _RANK = re.compile(rb"[0-9]{1,6}")
 _JSON = (b"content-type", b"application/json")
@@ -70,9 +70,9 @@ class Call(Request):
         """Runs `send_keep_alive`; the next events wait for it."""
         self._owner: asyncio.Task[object] | None = None
         """The task that entered the call, cancelled when the client disconnects."""
-        self._end: ConnectionEnd | None = scope.get(CONNECTION_END)
+        self._disconnect: DisconnectNotifier | None = scope.get(DISCONNECT)
         self._watch: asyncio.Task[None] | None = None
-        """Waits for the disconnect if the server has no `ConnectionEnd`."""
+        """Waits for the disconnect if the server has no `DisconnectNotifier`."""
         self._hung_up = False
         self.has_client = True
         """Whether a client reads the response as it is generated."""
@@ -291,16 +291,16 @@ class Call(Request):
     # -- while it is entered ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._end is not None and self._end.has_come:
+        if self._disconnect is not None and self._disconnect.is_disconnected:
             raise ClientDisconnected
         self._owner = asyncio.current_task()
-        if self._end is not None:
-            self._end.watch(self._hang_up)
+        if self._disconnect is not None:
+            self._disconnect.add_callback(self._hang_up)
         elif self.has_client:
-            self._watch = asyncio.create_task(self._wait_for_end())
+            self._watch = asyncio.create_task(self._wait_for_disconnect())
         return self
 
-    async def _wait_for_end(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self._hang_up()
@@ -317,8 +317,8 @@ class Call(Request):
         traceback: TracebackType | None,
     ) -> None:
         owner, self._owner = self._owner, None
-        if self._end is not None:
-            self._end.unwatch(self._hang_up)
+        if self._disconnect is not None:
+            self._disconnect.remove_callback(self._hang_up)
         for ended in (self._watch, self._timer, self._keep_alive_task):
             if ended is not None:
                 ended.cancel()

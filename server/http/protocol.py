@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import (
 from server.access.tenants import EVERYBODY, SCOPE_KEY
 from server.config import GuardConfig
 from server.errors import ApiError, rate_limited, unavailable
-from server.http.connection_end import CONNECTION_END, ConnectionEnd
 from server.http.connection_table import Connection, ConnectionTable, TooManyConnections, client_of
 from server.http.descriptors import room_for_connections
+from server.http.disconnect import DISCONNECT, DisconnectNotifier
 from server.http.request_meter import LimitExceeded, MeterLimits, Phase, RequestMeter
 from server.limits import MAX_UNSENT, MAX_UNSENT_OF_ONE
 from server.tenant_budget import TenantBudget
@@ -132,7 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._on_made = on_made
         self._loaded_app: Any = self.app
         self._meter = RequestMeter(self.limits)
-        self._end = ConnectionEnd()
+        self._disconnect = DisconnectNotifier()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -164,7 +164,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
-        self._end.come()
+        self._disconnect.notify()
         self._stop_keep_alive()
 
     # -- receiving -------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._wait(self.receive_timeout)
         super().on_message_begin()
         scope: Any = self.scope
-        scope[CONNECTION_END] = self._end
+        scope[DISCONNECT] = self._disconnect
 
     def on_url(self, url: bytes) -> None:
         self._meter.field(len(url))

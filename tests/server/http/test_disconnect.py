@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.shared.messages import RequestOutput
-from server.http.connection_end import CONNECTION_END, ConnectionEnd
+from server.http.disconnect import DISCONNECT, DisconnectNotifier
 from server.limits import MAX_PROMPTS
 from tests.support.waiting import until_async
 
@@ -30,7 +30,7 @@ class Connection:
         self.sent: list[dict[str, Any]] = []
         self.something_sent = asyncio.Event()
         self.hang_up = asyncio.Event()
-        self.end = ConnectionEnd()
+        self.disconnect = DisconnectNotifier()
         self._incoming = [
             {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
         ]
@@ -59,7 +59,7 @@ def scripted(
     async def run() -> Connection:
         connection = Connection("/v1/completions", {"prompt": "x", **body})
         if is_own_server:
-            connection.scope[CONNECTION_END] = connection.end
+            connection.scope[DISCONNECT] = connection.disconnect
         async with asyncio.timeout(GUARD_SECONDS), asyncio.TaskGroup() as group:
             group.create_task(app(connection.scope, connection.receive, connection.send))
             group.create_task(play(connection))
@@ -82,7 +82,7 @@ def test_disconnected_client_frees_its_engines(
         if stream:
             await connection.something_sent.wait()
         if is_own_server:
-            connection.end.come()
+            connection.disconnect.notify()
         else:
             connection.hang_up.set()
         for running in engines.streams:
@@ -111,8 +111,8 @@ def test_client_disconnecting_during_body_is_forgotten(app: Any, engines: Any) -
 def test_request_whose_connection_has_ended_is_not_computed(app: Any, engines: Any) -> None:
     async def run() -> Connection:
         connection = Connection("/v1/completions", {"prompt": "x"})
-        connection.scope[CONNECTION_END] = connection.end
-        connection.end.come()
+        connection.scope[DISCONNECT] = connection.disconnect
+        connection.disconnect.notify()
         await app(connection.scope, connection.receive, connection.send)
         return connection
 
