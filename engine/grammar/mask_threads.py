@@ -92,26 +92,31 @@ class MaskThreads:
         self._unfinished: list[MaskJob] = []
         """Jobs that still run although their steps no longer wait for them."""
 
-    def run(self, jobs: Iterable[MaskJob], patience: float, seconds: float = STEP_SECONDS) -> None:
-        """Run jobs and wait; when the wait ends, running jobs continue and the rest are dropped.
+    def start(self, jobs: Iterable[MaskJob]) -> "MaskRound":
+        """Start running the jobs of a step, in order of their grammars' newest times."""
+        batch = MaskRound(jobs)
+        self._unfinished = [job for job in self._unfinished if job.seconds is None]
+        if batch.num_waiting and len(self._unfinished) < _THREADS:
+            self._pool.submit(batch.work)
+        return batch
+
+    def wait(self, batch: "MaskRound", patience: float, seconds: float = STEP_SECONDS) -> None:
+        """Wait for jobs; when the wait ends, running jobs continue and the rest are dropped.
 
         Args:
-            jobs: the masks of a step.
+            batch: the newest ones.
             patience: processor time up to which the step waits for a job.
             seconds: maximum wait.
         """
-        batch = _Round(jobs)
-        self._unfinished = [job for job in self._unfinished if job.seconds is None]
         free = _THREADS - len(self._unfinished)
-        deadline, helpers = time.monotonic() + seconds, 1
+        deadline = time.monotonic() + seconds
         while free > 0 and (remaining := deadline - time.monotonic()) > 0:
-            for _ in range(min(helpers, batch.num_waiting)):
-                self._pool.submit(batch.work)
             if batch.done.wait(min(remaining, _POLL_SECONDS)):
                 return
             if not batch.is_worth_waiting(free, patience):
                 break
-            helpers = free - 1
+            for _ in range(min(free - 1, batch.num_waiting)):
+                self._pool.submit(batch.work)
         batch.is_over = True
         self._unfinished += batch.running()
 
@@ -120,7 +125,7 @@ class MaskThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Round:
+class MaskRound:
     """The jobs of one step; those of one grammar run sequentially.
 
     They share its state, and threads that contend for it take several times as long.
@@ -136,6 +141,8 @@ class _Round:
         self._num_remaining = len(self._groups)
         self._lock = threading.Lock()
         self.done = threading.Event()
+        if not self._groups:
+            self.done.set()
         self.is_over = False
         """The step no longer waits: jobs that have not started are dropped."""
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.batch.batch import SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from engine.grammar.follower import TOO_SLOW, GrammarFollower
-from engine.grammar.mask_threads import MAX_SECONDS, PATIENCE, MaskJob, MaskThreads
+from engine.grammar.mask_threads import MAX_SECONDS, PATIENCE, MaskJob, MaskRound, MaskThreads
 from engine.shared.messages import GrammarSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -163,12 +163,12 @@ class GrammarTable:
         self._late.discard(slot)
         self._stalled.discard(slot)
 
-    def masks(
+    def begin(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
-    ) -> TokenMasks | None:
-        """Return the masks of a batch whose row i samples for `slots[i]`; None if it needs none.
+    ) -> "PendingMasks | None":
+        """Start computing the masks of a batch whose row i samples for `slots[i]`, in threads.
 
-        Takes some microseconds per row; on an accelerator this overlaps with computing the logits.
+        Return None if it needs none. `finish` has to follow before the batch's tokens are added.
 
         Args:
             slots: of each row, in any order.
@@ -188,7 +188,34 @@ class GrammarTable:
         grammars = {id(each.follower.grammar) for each in masked}
         num_rows = sum(1 + len(each.proposed) for each in masked)
         share_grammar = len(grammars) == 1 and num_rows == len(slots)
-        return self._masks(masked, MAX_SECONDS if share_grammar else PATIENCE)
+        return self._begin(masked, MAX_SECONDS if share_grammar else PATIENCE)
+
+    def finish(self, pending: "PendingMasks") -> TokenMasks:
+        """Wait for the masks of the newest batch, for a limited time, and return them."""
+        masked, rows, offsets, bits, jobs, batch, patience = pending
+        started_at = time.monotonic()
+        self._threads.wait(batch, patience)
+        self.waited_us = int((time.monotonic() - started_at) * 1e6)
+        done, filled = [job.seconds for job in jobs], bits
+        if None in done:
+            bits = bits.copy()  # threads may still write to the original
+        for each, job, seconds, row, offset in zip(masked, jobs, done, rows, offsets, strict=False):
+            self._settle(each, job, seconds, filled[offset], bits[offset])
+            if each.slot in self._late or not each.follower.mask_computed():
+                bits[offset : offset + len(row)] = self._free  # the sampled token does not count
+        endings = {
+            each.first: token_id
+            for each in masked
+            if each.follower.is_in_free_part and (token_id := each.follower.ending) is not None
+        }
+        return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
+
+    def masks(
+        self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
+    ) -> TokenMasks | None:
+        """Begin and finish the masks of a batch."""
+        pending = self.begin(slots, proposed)
+        return None if pending is None else self.finish(pending)
 
     def choices(
         self, slots: Sequence[int], proposed: Mapping[int, Sequence[int]] = _NOTHING
@@ -236,7 +263,7 @@ class GrammarTable:
         self._threads.shutdown()
         self._compiler.shutdown()
 
-    def _masks(self, masked: list["_Rows"], patience: float) -> TokenMasks:
+    def _begin(self, masked: list["_Rows"], patience: float) -> "PendingMasks":
         rows = [np.arange(each.first, each.first + 1 + len(each.proposed)) for each in masked]
         bits = np.empty((sum(map(len, rows)), self._words), np.int32)
         bits[:] = self._free
@@ -256,22 +283,7 @@ class GrammarTable:
             jobs.append(job)
             if each.slot not in self._late and job.state not in resumed:
                 fresh.append(job)  # excludes jobs that would block the resumed ones
-        started_at = time.monotonic()
-        self._threads.run(fresh, patience)
-        self.waited_us = int((time.monotonic() - started_at) * 1e6)
-        done, filled = [job.seconds for job in jobs], bits
-        if None in done:
-            bits = bits.copy()  # threads may still write to the original
-        for each, job, seconds, row, offset in zip(masked, jobs, done, rows, offsets, strict=False):
-            self._settle(each, job, seconds, filled[offset], bits[offset])
-            if each.slot in self._late or not each.follower.mask_computed():
-                bits[offset : offset + len(row)] = self._free  # the sampled token does not count
-        endings = {
-            each.first: token_id
-            for each in masked
-            if each.follower.is_in_free_part and (token_id := each.follower.ending) is not None
-        }
-        return TokenMasks(np.concatenate(rows), bits, endings, self._eos)
+        return PendingMasks(masked, rows, offsets, bits, jobs, self._threads.start(fresh), patience)
 
     def _settle(
         self,
@@ -341,6 +353,21 @@ class GrammarTable:
             )
         else:
             matcher.unsafe_compute_mask_ptr(address, row_bytes)
+
+
+class PendingMasks(NamedTuple):
+    """The masks of one batch, while threads compute them."""
+
+    masked: list["_Rows"]
+    rows: list[IntArray]
+    """Per slot, its rows."""
+    offsets: list[int]
+    """Per slot, its first row of `bits`."""
+    bits: npt.NDArray[np.int32]
+    jobs: list[MaskJob]
+    """Per slot."""
+    round: MaskRound
+    patience: float
 
 
 class _Rows(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch.batch import BatchPlan, BatchResult
 from engine.distributed.group import Transfer
-from engine.grammar.masks import Ends, GrammarTable
+from engine.grammar.masks import Ends, GrammarTable, PendingMasks
 from engine.kernels.processor import kernels_are_faster
 from engine.models.adapters import AdapterRows, AdapterWeights
 from engine.models.attention.rows import AttentionRows
@@ -210,15 +210,19 @@ class ModelRunner:
         if grammars is not None:
             for start in plan.starting:
                 grammars.start(start)
+        # Masks are computed while the states are: an accelerator gets its work first.
+        on_cpu = self.model.device.type == "cpu"
+        pending = self._begin_masks(started) if on_cpu else None
         hidden, prompt_logprobs = self._states(started)
         if not len(rows.samples):
             return BatchResult(token_ids=[], prompt_logprobs=prompt_logprobs)
+        if not on_cpu:
+            pending = self._begin_masks(started)
         with head_threads(self._max_head_threads, hidden.numel() * self.model.spec.vocab_size):
             logits = self.model.logits(hidden, self._head_adapters(started.adapters, draws.tokens))
             masks = None
-            if grammars is not None:
-                proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
-                masks = grammars.masks(draws.slots.tolist(), proposed)
+            if grammars is not None and pending is not None:
+                masks = grammars.finish(pending)
             sampled = sample(
                 logits, self._table, draws.slots, draws.positions, masks, drawing=self._drawing
             )
@@ -237,6 +241,13 @@ class ModelRunner:
             mask_us={} if grammars is None else grammars.mask_us,
             mask_wait_us=0 if grammars is None else grammars.waited_us,
         )
+
+    def _begin_masks(self, started: StartedStep) -> PendingMasks | None:
+        if self._grammars is None:
+            return None
+        plan = started.plan
+        proposed = {plan.slots[row]: tokens for row, tokens in plan.proposed.items()}
+        return self._grammars.begin(started.draws.slots.tolist(), proposed)
 
     def _pooled(self, pooler: Pooler, started: StartedStep) -> BatchResult:
         """Return a vector for each sequence whose last token is computed in this step."""

@@ -65,6 +65,10 @@ class Fairness:
         """Sequences other than the first of their request."""
         self.mask_us: dict[int, int] = {}
         """Smoothed mask time in microseconds, by request id; only of expensive masks."""
+        self.num_masked = 0
+        """Running sequences with a grammar."""
+        self._masked_followers: set[int] = set()
+        """Ids of those that are not the first of their request."""
         self._step = 0
         self._heavy: set[int] = set()
         """Tenants that hold more blocks than the average, while blocks may run short."""
@@ -86,12 +90,19 @@ class Fairness:
         """Record that a sequence has started to run."""
         self.shares.start(request.tenant)
         increment(self._running, request.group)
+        if request.sampling.grammar is not None:
+            self.num_masked += 1
+            if not request.is_first_sequence:
+                self._masked_followers.add(request.id)
 
     def stop(self, request: Request) -> None:
         """Record that a sequence has stopped running."""
         self.shares.stop(request.tenant)
         decrement(self._running, request.group)
-        self.mask_us.pop(request.id, None)
+        if request.sampling.grammar is not None:
+            self.num_masked -= 1
+            self._masked_followers.discard(request.id)
+            self.mask_us.pop(request.id, None)
 
     def masked(self, request: Request, mask_us: int) -> None:
         """Record the time of a running sequence's newest masks; 0 if negligible."""
@@ -220,7 +231,9 @@ class Fairness:
         """Begin the decodes of a step; return the ids of ready sequences that are held back."""
         self._step += 1
         limited = self._fraction is not None
-        weights = {id: 1 + self._costs.of_masks(us) for id, us in self.mask_us.items()}
+        weights = dict.fromkeys(self._masked_followers, 1 + self._costs.masked)
+        for id, us in self.mask_us.items():
+            weights[id] = weights.get(id, 1.0) + self._costs.of_masks(us)
         held: set[int] = set()
         if limited and (self._num_followers or self.mask_us):
             held = self._groups.begin_step(ready, weights, self._step)
@@ -297,4 +310,9 @@ class Fairness:
         self.shares.check_integrity(present, running)
         assert self._num_followers == sum(not each.is_first_sequence for each in present)
         assert self._running == Counter(each.group for each in running)
-        assert self.mask_us.keys() <= {each.id for each in running}
+        with_grammar = [each for each in running if each.sampling.grammar is not None]
+        assert self.num_masked == len(with_grammar)
+        assert self._masked_followers == {
+            each.id for each in with_grammar if not each.is_first_sequence
+        }
+        assert self.mask_us.keys() <= {each.id for each in with_grammar}

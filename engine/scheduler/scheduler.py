@@ -433,7 +433,12 @@ class Scheduler:
             return  # the cost of rows cannot be separated from encoding
         prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
         rows = plan.num_tokens - prefill
-        self._costs.observe(rows, prefill, seconds, result.mask_wait_us)
+        masked = 0
+        if self._fairness.num_masked:
+            masked = sum([each.sampling.grammar is not None for each in entry.requests])
+        self._costs.observe(
+            rows, prefill, seconds, num_masked=masked, mask_wait_us=result.mask_wait_us
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything is leaked, wrongly shared or miscounted."""

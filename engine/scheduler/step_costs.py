@@ -14,8 +14,9 @@ PRIOR_BASE = 32.0
 PRIOR_PREFILL = 0.5
 """Initial cost of a prompt token."""
 
-_PRIOR_SPREAD = 64.0
-"""Variance of the row counts at which samples weigh as much as the prior."""
+_PRIOR_SPREAD = 4.0
+"""Variance of the row counts at which samples weigh as much as the prior: that of steps with four
+rows more and steps without them."""
 
 _SMOOTHING = 8
 """A new sample moves an average by 1/8 of the difference."""
@@ -52,12 +53,20 @@ class StepCosts:
         """Cost of one prompt token."""
         self.mixed = 0.0
         """Extra fixed cost of a step of decodes with any prompt tokens."""
+        self.masked = 0.0
+        """Extra cost of a row with a grammar, but for the wait for its mask."""
         self._row_seconds = 0.0
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
 
     def observe(
-        self, rows: int, prefill_tokens: int, seconds: float, mask_wait_us: int = 0
+        self,
+        rows: int,
+        prefill_tokens: int,
+        seconds: float,
+        *,
+        num_masked: int = 0,
+        mask_wait_us: int = 0,
     ) -> None:
         """Learn from a completed step.
 
@@ -65,7 +74,8 @@ class StepCosts:
             rows: decodes, including drafts.
             prefill_tokens: prompt tokens in the same step.
             seconds: from its plan, or the end of the previous step, to its result.
-            mask_wait_us: part of that spent waiting for grammar masks.
+            num_masked: sequences with a grammar.
+            mask_wait_us: part of the time spent waiting for grammar masks.
         """
         seconds -= mask_wait_us * 1e-6
         if seconds <= 0:
@@ -86,6 +96,12 @@ class StepCosts:
                 sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), decode_cost)
                 self.mixed += (sample - self.mixed) / _SMOOTHING
         elif rows:
+            if num_masked and self._row_seconds:
+                cost = seconds / self._row_seconds
+                decode_cost = self.base + rows
+                beyond = min(max(cost - decode_cost, 0.0), decode_cost)
+                seconds -= num_masked * self.masked * self._row_seconds
+                self.masked += (beyond / num_masked - self.masked) / _SMOOTHING
             self._observe_decodes(rows, seconds)
             if self._num_steps % _FIT_INTERVAL == 0 or len(self._seen) == 1:
                 self._fit()

@@ -18,7 +18,7 @@ def test_job_can_be_checked_for_timeout_at_any_time() -> None:
     threads = MaskThreads()
     try:
         job = MaskJob(Asked(), computed.set)
-        threads.run([job], 60, seconds=60)
+        threads.wait(threads.start([job]), 60, seconds=60)
     finally:
         threads.shutdown()
     assert computed.is_set()
@@ -32,7 +32,7 @@ def test_job_waiting_for_late_job_of_its_grammar_is_late() -> None:
     busy = MaskJob(state, lambda: _burn_until(go_on))
     waiting = MaskJob(state, lambda: None)
     try:
-        threads.run([busy, waiting], 60, seconds=0.3)
+        threads.wait(threads.start([busy, waiting]), 60, seconds=0.3)
         while not busy.is_over:
             pass
         assert waiting.is_over
@@ -46,10 +46,10 @@ def test_step_does_not_wait_for_single_slow_mask() -> None:
     busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(2)]
     quick = [MaskJob(GrammarState(), lambda: None) for _ in range(8)]
     try:
-        threads.run([*busy, *quick], PATIENCE, seconds=3600)
+        threads.wait(threads.start([*busy, *quick]), PATIENCE, seconds=3600)
         assert [job.seconds is not None for job in (*busy, *quick)] == [False] * 2 + [True] * 8
         again = MaskJob(GrammarState(), lambda: None)
-        threads.run([again], PATIENCE, seconds=3600)
+        threads.wait(threads.start([again]), PATIENCE, seconds=3600)
         assert again.seconds is not None, "there are threads left"
         go_on.set()
         while any(job.seconds is None for job in busy):
@@ -64,8 +64,8 @@ def test_step_does_not_wait_if_all_threads_run_slow_masks() -> None:
     busy = [MaskJob(GrammarState(), lambda: _burn_until(go_on)) for _ in range(8)]
     later = MaskJob(GrammarState(), lambda: None)
     try:
-        threads.run(busy, PATIENCE, seconds=3600)
-        threads.run([later], PATIENCE, seconds=3600)
+        threads.wait(threads.start(busy), PATIENCE, seconds=3600)
+        threads.wait(threads.start([later]), PATIENCE, seconds=3600)
         assert not later.has_started
     finally:
         go_on.set()

@@ -14,7 +14,13 @@ from engine.scheduler.admission import UNLIMITED, Grant
 from engine.scheduler.request import Request, request_from_message
 from engine.scheduler.scheduler import Scheduler
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.shared.messages import AddRequest, EncoderInput, RequestOutput, SamplingParams
+from engine.shared.messages import (
+    AddRequest,
+    EncoderInput,
+    GrammarSpec,
+    RequestOutput,
+    SamplingParams,
+)
 from tests.support.checked_executor import CheckedExecutor
 
 
@@ -222,9 +228,10 @@ def queued(
     priority: int = 0,
     length: int = 1,
     blocks: int = 0,
+    grammar: GrammarSpec | None = None,
 ) -> Request:
     """Return a request that arrived as number `id`, with as many prompt tokens and KV blocks."""
-    params = SamplingParams(max_tokens=9, seed=0)
+    params = SamplingParams(max_tokens=9, seed=0, grammar=grammar)
     message = AddRequest(
         id, "", 0, 0, [1] * length, params, priority=priority, tenant=tenant, group=group
     )

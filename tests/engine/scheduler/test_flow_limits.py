@@ -9,6 +9,7 @@ import pytest
 from engine.scheduler.fairness import Fairness
 from engine.scheduler.preemption import Capacity
 from engine.scheduler.step_costs import PRIOR_BASE, PRIOR_PREFILL, StepCosts
+from engine.shared.messages import RegexGrammar
 from tests.engine.scheduler.conftest import queued
 
 MakeRig = Callable[..., Any]
@@ -188,6 +189,51 @@ def test_step_costs_are_learned() -> None:
         costs.observe(4, 100, 5e-3 + 4 * 2e-5 + 100 * 4e-5)
     assert costs.prefill == pytest.approx(2, rel=0.3)
     assert costs.of_masks(200) == pytest.approx(10, rel=0.15)
+
+
+def test_cost_of_few_more_rows_is_learned() -> None:
+    costs = StepCosts()
+    for step in range(200):
+        rows = (4, 12)[step % 2]
+        costs.observe(rows, 0, (10 + rows) * 1e-4)
+    assert costs.base == pytest.approx(10, rel=0.3)
+
+
+def with_grammars(cost: int) -> StepCosts:
+    """Return costs of an engine whose steps take `cost` rows more for each row with a grammar."""
+    costs = StepCosts()
+    for step in range(400):
+        rows, masked = (1, 64, 12)[step % 3], (0, 0, 8)[step % 3]
+        costs.observe(rows, 0, (32 + rows + cost * masked) * 1e-4, num_masked=masked)
+    return costs
+
+
+def test_cost_of_rows_with_grammars_is_learned_apart_from_that_of_rows() -> None:
+    costs = with_grammars(cost=3)
+    assert costs.masked == pytest.approx(3, rel=0.2)
+    assert costs.base == pytest.approx(32, rel=0.2)
+
+
+def test_rows_with_grammars_count_as_more_rows_except_the_first_of_a_request() -> None:
+    fairness = Fairness(with_grammars(cost=3), ENGINE, max_slowdown=SLOWDOWN)
+    plain, other = queued(1), queued(2, grammar=RegexGrammar("a*"))
+    group = [queued(id, group=100, grammar=RegexGrammar("a*")) for id in range(100, 120)]
+    for each in (plain, other, *group):
+        fairness.add(each)
+        fairness.start(each)
+    computed = 0
+    for _ in range(100):
+        held = fairness.begin_decodes([plain, other, *group])
+        assert plain.id not in held
+        assert other.id not in held
+        computed += sum(each.id not in held for each in group)
+    # Each takes as long as four rows, and the request's part of a step is a third of its base.
+    part = (SLOWDOWN - 1) * (32 + 2)
+    assert computed / 100 == pytest.approx(part / 4, rel=0.2)
+    for each in (plain, other, *group):
+        fairness.stop(each)
+        fairness.remove(each)
+    fairness.check_integrity([], [])
 
 
 def with_dear_prompts(mixed: int) -> StepCosts:
