@@ -58,6 +58,8 @@ class StepCosts:
         self._row_seconds = 0.0
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
+        self._newest_plain = 0
+        """Number of the newest step of decodes without grammars."""
 
     def observe(
         self,
@@ -96,12 +98,15 @@ class StepCosts:
                 sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), decode_cost)
                 self.mixed += (sample - self.mixed) / _SMOOTHING
         elif rows:
-            if num_masked and self._row_seconds:
-                cost = seconds / self._row_seconds
+            if not num_masked:
+                self._newest_plain = self._num_steps
+            elif self._num_steps - self._newest_plain < _STALE_STEPS and self._row_seconds:
                 decode_cost = self.base + rows
-                beyond = min(max(cost - decode_cost, 0.0), decode_cost)
-                seconds -= num_masked * self.masked * self._row_seconds
-                self.masked += (beyond / num_masked - self.masked) / _SMOOTHING
+                beyond = seconds / self._row_seconds - decode_cost
+                sample = min(max(beyond, 0.0), decode_cost) / num_masked
+                self.masked += (sample - self.masked) / _SMOOTHING
+                return
+            # Without recent steps of plain rows, the masks count as part of the rows.
             self._observe_decodes(rows, seconds)
             if self._num_steps % _FIT_INTERVAL == 0 or len(self._seen) == 1:
                 self._fit()
