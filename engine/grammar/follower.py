@@ -24,6 +24,7 @@ TOO_SLOW = (
     "the grammar takes too long to follow: the next token mask was not known within "
     f"{MAX_SECONDS * 1000:.0f} ms; make it simpler"
 )
+NOT_COMPUTED = "the next token mask cannot be computed"
 _DEAD_END = "nothing that fits the grammar can follow the output"
 _LIMITS = ("too many states", "too many expressions")
 """Matcher errors that a fresh matcher may not hit."""
@@ -154,9 +155,12 @@ class GrammarFollower:
         return len(proposed) + 1, None
 
     def mask_computed(self) -> bool:
-        """Handle a computed mask; return whether it is usable."""
+        """Handle a computed mask; return whether it is usable.
+
+        After an error the matcher is left alone: a thread may still use it.
+        """
         matcher = self._matcher
-        if matcher is not None and matcher.is_error() and self.error is None:
+        if self.error is None and matcher is not None and matcher.is_error():
             self._stop(matcher)
         return self.error is None and self.stalled is None
 

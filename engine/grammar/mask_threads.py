@@ -4,10 +4,13 @@ The grammar library cannot be interrupted. A mask that takes too long continues 
 sequence samples again later, or fails, and the steps of other sequences continue.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 0.05
 """Maximum processor time of one sequence's masks per step; beyond it the sequence fails."""
@@ -41,13 +44,15 @@ class GrammarState:
 class MaskJob:
     """The masks of one sequence in one step."""
 
-    __slots__ = ("_started_at", "_thread", "run", "seconds", "state")
+    __slots__ = ("_started_at", "_thread", "failed", "run", "seconds", "state")
 
     def __init__(self, state: GrammarState, run: Callable[[], None]) -> None:
         self.state = state
         self.run = run
         self.seconds: float | None = None
         """Processor time in seconds; None until done."""
+        self.failed = False
+        """Whether it is done without a result, since it raised."""
         self._thread = 0
         self._started_at = 0.0
 
@@ -56,7 +61,11 @@ class MaskJob:
         self._started_at = time.thread_time()
         self._thread = threading.get_ident()
         self.state.running = self  # from here on other threads can call `cpu_seconds`
-        self.run()
+        try:
+            self.run()
+        except BaseException:  # the library's panics are no Exceptions
+            self.failed = True
+            logger.exception("a grammar mask cannot be computed")
         self.seconds = self.state.seconds = time.thread_time() - self._started_at
         self.state.running = None
 
@@ -91,10 +100,16 @@ class MaskThreads:
         self._pool = ThreadPoolExecutor(_THREADS, "masks")
         self._unfinished: list[MaskJob] = []
         """Jobs that still run although their steps no longer wait for them."""
+        self._newest = MaskRound(())
 
     def start(self, jobs: Iterable[MaskJob]) -> "MaskRound":
-        """Start running the jobs of a step, in order of their grammars' newest times."""
-        batch = MaskRound(jobs)
+        """Start running the jobs of a step, in order of their grammars' newest times.
+
+        If nothing has waited for the previous step's jobs, they are dropped as if it had.
+        """
+        if not self._newest.is_over and not self._newest.done.is_set():
+            self._end(self._newest)
+        batch = self._newest = MaskRound(jobs)
         self._unfinished = [job for job in self._unfinished if job.seconds is None]
         if batch.num_waiting and len(self._unfinished) < _THREADS:
             self._pool.submit(batch.work)
@@ -117,6 +132,9 @@ class MaskThreads:
                 break
             for _ in range(min(free - 1, batch.num_waiting)):
                 self._pool.submit(batch.work)
+        self._end(batch)
+
+    def _end(self, batch: "MaskRound") -> None:
         batch.is_over = True
         self._unfinished += batch.running()
 

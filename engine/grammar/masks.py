@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from engine.batch.batch import SlotStart
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from engine.grammar.follower import TOO_SLOW, GrammarFollower
+from engine.grammar.follower import NOT_COMPUTED, TOO_SLOW, GrammarFollower
 from engine.grammar.mask_threads import MAX_SECONDS, PATIENCE, MaskJob, MaskRound, MaskThreads
 from engine.shared.messages import GrammarSpec
 
@@ -309,7 +309,9 @@ class GrammarTable:
             seconds = None  # consuming its tokens now would block on the lock
         elif late is not None and seconds is not None:
             bits[:] = late.bits
-        if job.is_over:
+        if job.failed:
+            follower.error = NOT_COMPUTED
+        elif job.is_over:
             follower.error = TOO_SLOW
             if job.seconds is None:  # other requests with this grammar would wait for its thread
                 follower.grammar.error = TOO_SLOW

@@ -1,6 +1,7 @@
 """Slots follow their grammars, and masks allow exactly the valid next tokens."""
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.batch.batch import SlotStart
+from engine.grammar import mask_threads
+from engine.grammar.follower import TOO_SLOW
 from engine.grammar.masks import GrammarTable, TokenMasks
 from engine.runner.penalties import forbid_others
 from engine.shared.config import BUNDLED_MODEL
@@ -262,3 +265,132 @@ def test_a_sequence_that_would_end_inside_the_reasoning_ends_the_reasoning(
     forbid_others(logits, masks)
     assert int(logits[1].argmax()) == end
     assert float(logits[1, 2]) == float("-inf")
+
+
+class HeldMatcher:
+    """A matcher whose masks take until the event; as in the library, none else can use it then."""
+
+    def __init__(self, table: GrammarTable, slot: int) -> None:
+        follower = table._followers[slot]
+        self._matcher: Any = follower._matcher
+        follower._matcher = self  # type: ignore[assignment]
+        self.go_on = threading.Event()
+        self.has_begun = threading.Event()
+        self.num_begun = 0
+        self._is_borrowed = False
+
+    def unsafe_compute_mask_ptr(self, *args: Any) -> None:
+        self.num_begun += 1
+        self._is_borrowed = True
+        self.has_begun.set()
+        while not self.go_on.is_set():
+            pass
+        self._is_borrowed = False
+        self._matcher.unsafe_compute_mask_ptr(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._is_borrowed:
+            raise RuntimeError("Already mutably borrowed")
+        return getattr(self._matcher, name)
+
+
+def test_mask_that_takes_too_long_is_left_to_its_thread(
+    table: GrammarTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_threads, "MAX_SECONDS", 0.001)
+    start(table, 0, RegexGrammar("[a-z]*"))
+    held = HeldMatcher(table, 0)
+    try:
+        assert table.masks([0]) is not None
+        assert table.advance([0], tokens("a")).reasons == {0: TOO_SLOW}
+    finally:
+        held.go_on.set()
+
+
+def test_masks_of_interrupted_step_are_dropped(table: GrammarTable) -> None:
+    start(table, 0, RegexGrammar("[a-z]*"))
+    start(table, 1, RegexGrammar("[0-9]*"))
+    slow, quick = HeldMatcher(table, 0), HeldMatcher(table, 1)
+    quick.go_on.set()
+    table._followers[1].grammar.state.seconds = 1.0  # the slow one seems the cheaper one
+    try:
+        assert table.begin([0, 1]) is not None
+        assert slow.has_begun.wait(60)
+        assert table.masks([0, 1]) is not None
+        assert table.advance([1], tokens("7")).reasons == {}
+    finally:
+        slow.go_on.set()
+    table._threads._pool.shutdown(wait=True)
+    assert (slow.num_begun, quick.num_begun) == (1, 1)
+
+
+def test_sequence_whose_mask_cannot_be_computed_ends_with_an_error(table: GrammarTable) -> None:
+    for _ in range(8):
+        start(table, 0, RegexGrammar("[a-z]*"))
+        table._followers[0]._matcher = object()  # type: ignore[assignment]
+        start(table, 1, RegexGrammar("[0-9]*"))
+        assert table.masks([0, 1]) is not None
+        ends = table.advance([0, 1], tokens("a") + tokens("7"))
+        assert "cannot be computed" in (ends.reasons[0] or "")
+        assert 1 not in ends.stalls
+    start(table, 0, RegexGrammar("[a-z]*"))
+    assert table.choices([0])[0][0], "others with this grammar are not affected"
+
+
+SHARED = [RegexGrammar("[a-z]{3}( [0-9]+)?"), RegexGrammar("(ab|ba)*"), FORM, None]
+
+
+def test_steps_in_any_order_have_the_masks_of_sequences_alone(table: GrammarTable) -> None:
+    """With sequences that start and leave at any time, drafts, and interrupted steps."""
+    rng = random.Random(4)
+    outputs: dict[int, tuple[GrammarSpec, list[int]]] = {}
+    alone = 99
+    num_compared = 0
+    for _ in range(1000):
+        for slot in rng.sample(range(6), 2):
+            spec = rng.choice(SHARED)
+            start(table, slot, spec)
+            outputs.pop(slot, None)
+            if spec is not None:
+                outputs[slot] = (spec, [])
+        slots = rng.sample(range(6), rng.randint(1, 6))
+        proposed = {
+            slot: [rng.choice(tokens("ab yes 01")) for _ in range(rng.randint(1, 3))]
+            for slot in slots
+            if rng.random() < 0.3
+        }
+        rows = [slot for slot in slots for _ in range(1 + len(proposed.get(slot, ())))]
+        while rng.random() < 0.2:
+            table.begin(rows, proposed)  # its step fails
+        pending = table.begin(rows, proposed)
+        for slot in set(range(6)) - set(slots):
+            if rng.random() < 0.3:
+                table.release(slot)
+                outputs.pop(slot, None)
+        assert (pending is None) == outputs.keys().isdisjoint(slots)
+        if pending is None:
+            continue
+        masks = table.finish(pending)
+        allowed = masks.allowed(2048)
+        drawn = {}
+        for slot in outputs.keys() & slots:
+            first = masks.rows.tolist().index(rows.index(slot))
+            drawn[slot] = int(rng.choice(np.flatnonzero(allowed[first])))
+        ends = table.advance(list(drawn), list(drawn.values()))
+        for slot, token_id in drawn.items():
+            followed, output = outputs[slot]
+            if slot not in ends.stalls:
+                sampling = SamplingParams(max_tokens=100, seed=0, grammar=followed)
+                table.start(SlotStart(alone, [5, *output], 1, sampling))
+                matcher = table._followers[alone]._matcher
+                assert matcher is not None
+                expected = np.zeros(64, np.int32)
+                matcher.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
+                first = masks.rows.tolist().index(rows.index(slot))
+                assert np.array_equal(masks.bits[first], expected)
+                output.append(token_id)
+                num_compared += 1
+            if slot in ends.stalls or slot in ends.reasons:
+                table.release(slot)
+                del outputs[slot]
+    assert num_compared > 500
