@@ -51,6 +51,8 @@ class InFlight(NamedTuple):
     num_prefill_tokens: int
     planned_at: float = 0.0
     """In seconds of the loop's clock."""
+    num_masked: int = 0
+    """Rows of requests with a grammar."""
 
 
 class Scheduler:
@@ -322,7 +324,10 @@ class Scheduler:
             self._speculator.propose(builder, budget, self._kv, self._fairness, headroom=headroom)
         self._num_passed_over = len(self._requests.waiting)
         plan, requests = builder.seal()
-        self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now))
+        masked = 0
+        if self._fairness.num_masked:
+            masked = sum([each.sampling.grammar is not None for each in requests])
+        self._in_flight.append(InFlight(plan, requests, plan.num_prefill_tokens, now, masked))
         return plan
 
     def update(self, plan: BatchPlan, result: BatchResult, now: float = 0.0) -> Outputs:
@@ -338,7 +343,7 @@ class Scheduler:
         return outputs
 
     def _process(self, entry: InFlight, result: BatchResult, outputs: Outputs, now: float) -> None:
-        plan, requests, step_tokens, _ = entry
+        plan, requests, step_tokens, *_ = entry
         for row, logprobs in result.prompt_logprobs.items():
             if requests[row].lacks_prompt_logprobs:  # recomputed after a preemption
                 start = plan.starts[row]
@@ -433,11 +438,8 @@ class Scheduler:
             return  # the cost of rows cannot be separated from encoding
         prefill = entry.num_prefill_tokens - sum(plan.counts[row] for row in plan.proposed)
         rows = plan.num_tokens - prefill
-        masked = 0
-        if self._fairness.num_masked:
-            masked = sum([each.sampling.grammar is not None for each in entry.requests])
         self._costs.observe(
-            rows, prefill, seconds, num_masked=masked, mask_wait_us=result.mask_wait_us
+            rows, prefill, seconds, num_masked=entry.num_masked, mask_wait_us=result.mask_wait_us
         )
 
     def check_integrity(self) -> None:

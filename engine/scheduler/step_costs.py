@@ -18,6 +18,9 @@ _PRIOR_SPREAD = 4.0
 """Variance of the row counts at which samples weigh as much as the prior: that of steps with four
 rows more and steps without them."""
 
+_MIN_SLOPE = 1 / 64
+"""Minimum time per row, as a fraction of the prior's."""
+
 _SMOOTHING = 8
 """A new sample moves an average by 1/8 of the difference."""
 
@@ -41,6 +44,8 @@ class _Seen:
     count: int
     newest: int
     """Number of the newest such step."""
+    newest_plain: int | None = None
+    """Number of the newest such step without grammars."""
 
 
 class StepCosts:
@@ -58,8 +63,6 @@ class StepCosts:
         self._row_seconds = 0.0
         self._seen: dict[int, _Seen] = {}
         self._num_steps = 0
-        self._newest_plain = 0
-        """Number of the newest step of decodes without grammars."""
 
     def observe(
         self,
@@ -86,7 +89,7 @@ class StepCosts:
         if prefill_tokens and (rows or prefill_tokens >= _MIN_PREFILL):
             if not self._row_seconds:
                 return
-            decode_cost = self.base + rows
+            decode_cost = self.base + rows + num_masked * self.masked
             beyond = seconds / self._row_seconds - decode_cost
             if prefill_tokens >= _MIN_PREFILL:
                 minimum, maximum = self.prefill / _OUTLIER, self.prefill * _OUTLIER
@@ -98,16 +101,12 @@ class StepCosts:
                 sample = min(max(beyond - self.prefill * prefill_tokens, 0.0), decode_cost)
                 self.mixed += (sample - self.mixed) / _SMOOTHING
         elif rows:
-            if not num_masked:
-                self._newest_plain = self._num_steps
-            elif self._num_steps - self._newest_plain < _STALE_STEPS and self._row_seconds:
-                decode_cost = self.base + rows
-                beyond = seconds / self._row_seconds - decode_cost
-                sample = min(max(beyond, 0.0), decode_cost) / num_masked
-                self.masked += (sample - self.masked) / _SMOOTHING
+            if num_masked and self._knows_plain(rows):
+                self._observe_masked(rows, num_masked, seconds)
                 return
-            # Without recent steps of plain rows, the masks count as part of the rows.
-            self._observe_decodes(rows, seconds)
+            if num_masked:  # their masks count as part of the rows, and not twice
+                self.masked -= self.masked / _SMOOTHING
+            self._observe_decodes(rows, seconds, is_plain=not num_masked)
             if self._num_steps % _FIT_INTERVAL == 0 or len(self._seen) == 1:
                 self._fit()
 
@@ -117,16 +116,39 @@ class StepCosts:
             return 0.0
         return mask_us * 1e-6 / self._row_seconds
 
-    def _observe_decodes(self, rows: int, seconds: float) -> None:
+    def _knows_plain(self, rows: int) -> bool:
+        """Return whether the time of so many rows without grammars is known from recent steps.
+
+        That of more rows than these had is not: the line is fitted too badly there.
+        """
+        earliest = self._num_steps - _STALE_STEPS
+        return any(
+            seen.newest_plain is not None and seen.newest_plain > earliest
+            for bits, seen in self._seen.items()
+            if bits >= rows.bit_length()
+        )
+
+    def _observe_masked(self, rows: int, num_masked: int, seconds: float) -> None:
+        decode_cost = self.base + rows
+        beyond = seconds / self._row_seconds - decode_cost
+        # Negative samples count too: otherwise noise alone would be a cost.
+        sample = min(max(beyond, -decode_cost), decode_cost) / num_masked
+        weight = min(num_masked, _SMOOTHING) / _SMOOTHING**2  # few rows hardly rise above the noise
+        self.masked = max(0.0, self.masked + (sample - self.masked) * weight)
+
+    def _observe_decodes(self, rows: int, seconds: float, *, is_plain: bool) -> None:
+        newest_plain = self._num_steps if is_plain else None
         seen = self._seen.get(rows.bit_length())
         if seen is None:
-            self._seen[rows.bit_length()] = _Seen(rows, seconds, 1, self._num_steps)
+            self._seen[rows.bit_length()] = _Seen(rows, seconds, 1, self._num_steps, newest_plain)
             return
         seen.count += 1
         weight = 1 / min(seen.count, _SMOOTHING)
         seen.rows += (rows - seen.rows) * weight
         seen.seconds += (min(seconds, _OUTLIER * seen.seconds) - seen.seconds) * weight
         seen.newest = self._num_steps
+        if is_plain:
+            seen.newest_plain = newest_plain
 
     def _fit(self) -> None:
         """Fit a line through the samples; if they lie close together, with the prior's slope."""
@@ -147,5 +169,5 @@ class StepCosts:
             weight * (each.rows - rows) * (each.seconds - seconds) for weight, each in points
         )
         slope = (together / total + _PRIOR_SPREAD * prior) / (spread + _PRIOR_SPREAD)
-        self._row_seconds = max(slope, prior / _PRIOR_SPREAD)
+        self._row_seconds = max(slope, prior * _MIN_SLOPE)
         self.base = max(0.0, seconds / self._row_seconds - rows)

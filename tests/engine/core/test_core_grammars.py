@@ -20,6 +20,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.follower import TOO_SLOW, GrammarFollower
 from engine.grammar.masks import GrammarTable, grammar_table
 from engine.scheduler import request_table
+from engine.scheduler.step_costs import StepCosts
 from engine.shared.config import (
     BUNDLED_MODEL,
     CacheConfig,
@@ -167,6 +168,24 @@ def test_request_without_room_for_grammar_can_be_retried(
     engine.add(3, WORDS)
     engine.run()
     assert re.fullmatch(WORDS.pattern, engine.text(3))
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_step_of_a_request_with_a_grammar_counts_as_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    counts = []
+    monkeypatch.setattr(
+        StepCosts, "observe", lambda *args, num_masked, **options: counts.append((args, num_masked))
+    )
+    engine = make(overlap=overlap)
+    engine.add(1, WORDS)
+    engine.run()
+    engine.step()
+    rows = [(args[1] + bool(args[2]), masked) for args, masked in counts]
+    assert set(rows) <= {(0, 0), (1, 1)}, "nor is its last step one of plain rows"
+    assert (1, 1) in rows
     engine.assert_nothing_is_left()
 
 

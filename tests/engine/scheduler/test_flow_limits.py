@@ -1,5 +1,6 @@
 """No request or tenant makes steps long for others with many sequences."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -212,6 +213,53 @@ def test_cost_of_rows_with_grammars_is_learned_apart_from_that_of_rows() -> None
     costs = with_grammars(cost=3)
     assert costs.masked == pytest.approx(3, rel=0.2)
     assert costs.base == pytest.approx(32, rel=0.2)
+
+
+@pytest.mark.parametrize("base", [10, 250, 1000])
+def test_base_is_learned_whatever_it_is(base: int) -> None:
+    costs = StepCosts()
+    for step in range(400):
+        rows = (1, 64)[step % 2]
+        costs.observe(rows, 0, (base + rows) * 1e-5)
+    assert costs.base == pytest.approx(base, rel=0.15)
+
+
+@pytest.mark.parametrize("plain_every", [1000, 100_000])
+def test_costs_are_learned_although_almost_all_steps_have_grammars(plain_every: int) -> None:
+    costs = StepCosts()
+    for step in range(1, 3001):
+        if step % plain_every == 0:
+            costs.observe(1, 0, 251e-4)
+        else:
+            rows = (4, 64)[step % 2]
+            costs.observe(rows, 0, (250 + rows) * 1e-4, num_masked=1)
+    assert costs.base == pytest.approx(250, rel=0.15)
+
+
+def test_cost_of_masks_counts_once_if_all_rows_have_grammars() -> None:
+    costs = with_grammars(cost=3)
+    for step in range(20_000):
+        rows = (2, 30)[step % 2]
+        costs.observe(rows, 0, (32 + 4 * rows) * 1e-4, num_masked=rows)
+    assert costs.base == pytest.approx(8, rel=0.2)
+    assert costs.masked == pytest.approx(0, abs=0.1)
+
+
+def test_noise_is_no_cost_of_rows_with_grammars() -> None:
+    rng, costs = random.Random(1), StepCosts()
+    learned = []
+    for step in range(3000):
+        rows, masked = (1, 16, 9)[step % 3], (0, 0, 1)[step % 3]
+        costs.observe(rows, 0, (32 + rows) * 1e-4 * rng.uniform(0.8, 1.2), num_masked=masked)
+        learned.append(costs.masked)
+    assert sum(learned) / len(learned) < 0.5
+
+
+def test_cost_of_rows_with_grammars_is_no_cost_of_prompts() -> None:
+    costs = with_grammars(cost=3)
+    for _ in range(100):
+        costs.observe(12, 4, (32 + 12 + 3 * 8 + 4 * PRIOR_PREFILL) * 1e-4, num_masked=8)
+    assert costs.mixed == pytest.approx(0, abs=1)
 
 
 def test_rows_with_grammars_count_as_more_rows_except_the_first_of_a_request() -> None:
