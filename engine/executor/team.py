@@ -153,6 +153,7 @@ class Team:
         while len(answers) < len(self._workers):
             answer = self._answers.get()
             if answer is None:
+                self._answers.put(None)  # for later calls
                 raise self.failure()
             answers.append(answer)
         return answers

@@ -261,7 +261,7 @@ class BlockPort:
                 return
             try:
                 wanted = decode_wanted(frames[1])
-            except (IndexError, msgspec.DecodeError):
+            except (IndexError, msgspec.DecodeError, UnicodeDecodeError):
                 self._warn("dropped a malformed request for KV blocks")
                 continue
             self._answer(bound, frames[0], wanted)
@@ -331,7 +331,7 @@ class BlockPort:
             try:
                 found = decode_found(frames[0])
                 content = frames[1]
-            except (IndexError, msgspec.DecodeError):
+            except (IndexError, msgspec.DecodeError, UnicodeDecodeError):
                 self._warn("dropped a malformed answer with KV blocks")
                 continue
             running = link.pulls.get(found.pull)

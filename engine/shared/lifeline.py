@@ -83,7 +83,10 @@ class FrameReader:
             if len(self._buffer) < _LENGTH.size + length:
                 break
             end = _LENGTH.size + length
-            messages.append(self._decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+            try:
+                messages.append(self._decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+            except UnicodeDecodeError as error:
+                raise msgspec.DecodeError(str(error)) from error
             del self._buffer[:end]
         return messages
 

@@ -415,7 +415,7 @@ class Inbox:
         """Decode a frame; return None if it is malformed, which is counted and logged once."""
         try:
             return self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning("dropped a malformed message on %s: %s", self._name, error)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.executor import team, worker_process
-from engine.executor.team import MismatchedWorkers, Team
+from engine.executor.team import MismatchedWorkers, Team, WorkerFailed
 from engine.executor.team_messages import WorkerReply
 from engine.shared.config import EngineConfig, ParallelConfig
 from engine.shared.lifeline import pack_frame
@@ -67,8 +67,12 @@ def test_worker_error_is_the_reason_if_all_others_live(
 
 @pytest.mark.parametrize(
     "data",
-    [pack_frame(ChildFailed("not an answer")), b"\xff\xff\xff\xff"],
-    ids=["other", "endless"],
+    [
+        pack_frame(ChildFailed("not an answer")),
+        b"\xff\xff\xff\xff",
+        pack_frame(WorkerReply(0, device="cpu")).replace(b"cpu", b"cp\xff"),
+    ],
+    ids=["other", "endless", "no text"],
 )
 def test_malformed_worker_reply_ends_the_engine(
     data: bytes, trio: Team, workers: list[Played]
@@ -82,3 +86,13 @@ def test_a_worker_on_another_kind_of_device_is_refused(trio: Team, workers: list
         worker.commands.sendall(pack_frame(WorkerReply(0, device=device)))
     with pytest.raises(MismatchedWorkers, match=r"a worker's device is cuda, but .* is cpu"):
         trio.wait_until_loaded("cpu")
+
+
+def test_each_wait_for_replies_of_a_failed_team_ends(
+    trio: Team, workers: list[Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "CAUSE_TIMEOUT", 0.05)
+    workers[1].complain()
+    for _ in range(3):
+        with pytest.raises(WorkerFailed, match="rank 1 lost the group"):
+            trio.collect()

@@ -241,7 +241,8 @@ def test_malformed_messages_from_strangers_are_harmless(ports: Ports) -> None:
     stranger = ports.context.socket(zmq.DEALER)
     stranger.connect(ports.source(1).address)
     too_many = BlocksWanted(1, MODEL, 1, [pack(NAMES[0])] * 65)
-    for frames in ([b""], [b"nonsense", b"more"], [encode(too_many)], [bytes(1 << 20)]):
+    no_text = encode(BlocksWanted(1, MODEL, 1, [])).replace(b"BlocksWanted", b"\xff" * 12)
+    for frames in ([b""], [no_text], [b"nonsense", b"m"], [encode(too_many)], [bytes(1 << 20)]):
         stranger.send_multipart(frames)
     pulled = ports.pull(taking, ports.source(1), NAMES)
     assert pulled.is_over.wait(PATIENCE)

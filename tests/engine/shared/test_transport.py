@@ -129,14 +129,15 @@ def test_unknown_and_malformed_messages_are_counted_and_skipped(
     context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, push = pair(context, tmp_path)
-    for frame in (b"\xc1", encode(Refused("x")), b"", encode(AbortRequests([4]))):
+    no_text = b"\x91\xa1\xff"
+    for frame in (b"\xc1", no_text, encode(Refused("x")), b"", encode(AbortRequests([4]))):
         push.send(frame)
     inbox.socket.poll(60_000)
     received = None
     while received is None:
         received = inbox.receive()
     assert received == (b"", AbortRequests([4]))
-    assert inbox.dropped == 3
+    assert inbox.dropped == 4
     assert len(caplog.records) == 1, "logged once, not per message"
 
 
