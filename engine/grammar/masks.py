@@ -197,8 +197,8 @@ class GrammarTable:
         self._threads.wait(batch, patience)
         self.waited_us = int((time.monotonic() - started_at) * 1e6)
         done, filled = [job.seconds for job in jobs], bits
-        if None in done:
-            bits = bits.copy()  # threads may still write to the original
+        if not batch.done.is_set():  # late masks stay in the original, and may still be written
+            bits = bits.copy()
         for each, job, seconds, row, offset in zip(masked, jobs, done, rows, offsets, strict=False):
             self._settle(each, job, seconds, filled[offset], bits[offset])
             if each.slot in self._late or not each.follower.mask_computed():

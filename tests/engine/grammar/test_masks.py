@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.batch.batch import SlotStart
 from engine.grammar import mask_threads
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.follower import TOO_SLOW
 from engine.grammar.masks import GrammarTable, TokenMasks
 from engine.runner.penalties import forbid_others
@@ -150,6 +151,41 @@ def test_slots_are_released(table: GrammarTable) -> None:
     assert len(table._followers) == 1
     start(table, 1, None)
     assert not table._followers
+
+
+class LockReleasedLater:
+    """A lock whose holder is interrupted as it releases it."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._go_on = go_on
+        self.acquire, self.locked = self._lock.acquire, self._lock.locked
+        self.released = threading.Event()
+
+    def release(self) -> None:
+        self._go_on.wait()
+        self._lock.release()
+        self.released.set()
+
+
+def test_a_mask_computed_as_its_step_stops_waiting_is_kept(compiler: GrammarCompiler) -> None:
+    table = GrammarTable(compiler, vocab_size=2048, eos_token_ids=sorted(EOS))
+    spec, go_on = RegexGrammar("a"), threading.Event()
+    state = compiler.compiled(spec).state
+    lock = LockReleasedLater(go_on)
+    state.lock = lock  # type: ignore[assignment]
+    try:
+        start(table, 0, spec)
+        assert table.masks([0]) is not None
+        [token_id] = tokens("a")
+        assert table.advance([0], [token_id]).stalls == {0: None}
+        go_on.set()
+        assert lock.released.wait(60)
+        start(table, 0, spec)
+        assert table.choices([0]) == {0: [[token_id]]}
+    finally:
+        go_on.set()
+        table.shutdown()
 
 
 def test_masks_report_whether_only_given_tokens_are_allowed() -> None:
