@@ -65,7 +65,7 @@ class NodeDirectory:
                 descriptor = _lock(directory)
                 try:
                     if os.fstat(descriptor).st_uid == os.geteuid():
-                        shutil.rmtree(directory, ignore_errors=True)
+                        _remove(directory)
                 finally:
                     os.close(descriptor)
         # Renamed only after it is locked: an unlocked one would be taken for a dead owner's.
@@ -113,7 +113,7 @@ class NodeDirectory:
         """Remove the directory and its contents; idempotent."""
         if self._lock < 0:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         for descriptor in (*self._shared.values(), self._lock):
             os.close(descriptor)
         self._shared.clear()
@@ -124,6 +124,14 @@ class NodeDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    # A process of a killed supervisor may still create files here. Without the mark, no later
+    # start would remove them.
+    with contextlib.suppress(OSError):
+        (directory / _MARK).touch()
 
 
 def _lock(directory: Path) -> int:

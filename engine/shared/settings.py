@@ -226,7 +226,7 @@ def _read_yaml(path: Path, config_type: type[Section]) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"--config {path}: {reason}") from error
     if not isinstance(content, dict):

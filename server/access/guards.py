@@ -365,7 +365,7 @@ def tls_options(config: GuardConfig) -> dict[str, Any]:
     """Return uvicorn's options for HTTPS; empty for HTTP.
 
     Raises:
-        BadGuards: a file is missing.
+        BadGuards: a file is missing, or cannot be used.
     """
     files = {
         "ssl_certfile": config.ssl_certfile,
@@ -378,6 +378,29 @@ def tls_options(config: GuardConfig) -> dict[str, Any]:
             raise BadGuards(f"--{name.replace('_', '-')} {file}: there is no such file")
     if options and config.ssl_certfile is None:
         raise BadGuards("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+    if config.ssl_certfile is not None:
+        _check_certificates(config, config.ssl_certfile)
     if config.ssl_ca_certs is not None:
         options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
     return options
+
+
+def _check_certificates(config: GuardConfig, certificate: str) -> None:
+    # OpenSSL's errors name no file.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, config.ssl_keyfile)
+    except OSError as error:
+        files = f"--ssl-certfile {certificate}"
+        if config.ssl_keyfile is not None:
+            files += f" and --ssl-keyfile {config.ssl_keyfile}"
+        raise BadGuards(
+            f"{files} cannot be used, a certificate and its key in PEM are needed: {error}"
+        ) from error
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except OSError as error:
+            raise BadGuards(
+                f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used, it has to be in PEM: {error}"
+            ) from error

@@ -272,6 +272,7 @@ class Keeper:
     async def _start(self, role: Role) -> None:
         self.prepare()
         role.incarnation = secrets.randbits(48)
+        started_at = time.monotonic()
         role.failure = None
         role.last_heartbeat_at = None
         role.phase, role.waits_for = "starting", ""
@@ -286,8 +287,9 @@ class Keeper:
                 case ChildReady(detail):
                     role.phase, role.waits_for = "ready", ""
                     role.ready.set()
+                    took = time.monotonic() - started_at
                     self.console.print(
-                        f"[green]{role.name}[/] ready after {self.elapsed:.1f} s: {detail}",
+                        f"[green]{role.name}[/] ready after {took:.1f} s: {detail}",
                         highlight=False,
                         soft_wrap=True,
                     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -162,10 +163,15 @@ class Supervisor:
                 listener = listen_unix(Path(http.uds), 2048)
         except OSError as error:
             flag = "--port" if http.uds is None else "--uds"
-            raise StartupFailed(
-                f"cannot listen on {http.address}: {os.strerror(error.errno or 0)}. "
-                f"Is something else running there? Choose another {flag}."
-            ) from error
+            # Errors of name resolution and of a path that is too long have no errno of the system.
+            is_system = (error.errno or 0) > 0
+            reason = os.strerror(error.errno or 0) if is_system else error.strerror or error
+            advice = f"Choose another {flag}."
+            if error.errno in (errno.EADDRINUSE, errno.EEXIST):
+                advice = f"Is something else running there? {advice}"
+            elif http.uds is None:
+                advice = "Check --host and --port."
+            raise StartupFailed(f"cannot listen on {http.address}: {reason}. {advice}") from error
         listener.setblocking(False)
         listener.set_inheritable(True)
         return listener

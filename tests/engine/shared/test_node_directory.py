@@ -130,3 +130,20 @@ def test_replaced_directory_is_not_used(tmp_path: Path) -> None:
             node.keep()
         node.path.chmod(0o700)
         node.keep()
+
+
+def test_directory_that_is_still_written_while_it_is_removed_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = Holder(tmp_path)
+    dead.kill()
+
+    def leave_a_late_file(directory: Path, ignore_errors: bool) -> None:
+        (directory / ".swell").unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", leave_a_late_file)
+        NodeDirectory(str(tmp_path))
+    assert dead.path.exists()
+    NodeDirectory(str(tmp_path)).close()
+    assert not dead.path.exists()

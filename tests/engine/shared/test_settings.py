@@ -70,10 +70,10 @@ def test_invalid_value_is_refused_by_name_of_its_source(
         load(argv, environment)
 
 
-@pytest.mark.parametrize("text", ["nonsense: 1\n", "- a\n", "a: [\n"])
-def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["nonsense: 1\n", "- a\n", "a: [\n", b"\xff\xfem"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "swell.yaml"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingsError, match="--config"):
         load([], {}, file)
 

@@ -17,6 +17,7 @@ from server.api.admin import endpoint, operators, trainer, weights
 from server.config import FrontEndConfig, GuardConfig, ServeConfig
 from server.text.tokenizer import ServedTokenizer
 from tests.server.conftest import tiny
+from tests.support.certificates import make_certificate
 
 SECRETS = ("first-secret", "second-secret")
 
@@ -343,6 +344,16 @@ class TestConfiguration:
         certificate.touch()
         with pytest.raises(BadGuards, match="need --ssl-certfile"):
             tls_options(GuardConfig(ssl_keyfile=str(certificate)))
+        with pytest.raises(BadGuards, match=r"^--ssl-certfile .*cert.pem cannot be used"):
+            tls_options(GuardConfig(ssl_certfile=str(certificate)))
+        key = tmp_path / "key.pem"
+        make_certificate(certificate, key)
+        certificate.write_text(certificate.read_text() + key.read_text())
+        key.write_text("nonsense")
+        with pytest.raises(BadGuards, match=r"and --ssl-keyfile .*key.pem cannot be used"):
+            tls_options(GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key)))
+        with pytest.raises(BadGuards, match=r"^--ssl-ca-certs .*key.pem cannot be used"):
+            tls_options(GuardConfig(ssl_certfile=str(certificate), ssl_ca_certs=str(key)))
         options = tls_options(
             GuardConfig(ssl_certfile=str(certificate), ssl_ca_certs=str(certificate))
         )

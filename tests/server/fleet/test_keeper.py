@@ -4,6 +4,7 @@ import asyncio
 import io
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -112,6 +113,19 @@ async def test_temporarily_missing_interpreter_does_not_end_a_role(
     await until_async(role.ready.is_set, "it is ready")
     assert pid_of(role) != first
     await stop(kept, role)
+
+
+async def test_time_until_ready_is_that_of_the_process(role: Role) -> None:
+    kept = keeper()
+    kept._started_at -= 1000
+    kept.keep(role)
+    await kept.until_ready([role])
+    await stop(kept, role)
+    assert isinstance(kept.console.file, io.StringIO)
+    said = kept.console.file.getvalue()
+    found = re.search(r"sleeper ready after ([\d.]+) s", said)
+    assert found, said
+    assert float(found[1]) < 1000
 
 
 async def test_failed_spawn_at_first_start_is_reported_with_reason(
