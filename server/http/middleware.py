@@ -61,7 +61,9 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if not any([header == _HEADER for header, _ in headers]):
-                    message["headers"] = [*headers, (_HEADER, name)]
+                    headers = message["headers"] = [*headers, (_HEADER, name)]
+                if scope["path"].startswith("/v1/messages"):
+                    message["headers"] = [*headers, (b"request-id", name)]  # Anthropic's name
             return send(message)
 
         return self._app(scope, receive, named)
