@@ -78,6 +78,8 @@ def build_app(services: Services) -> FastAPI:
         app.add_middleware(AccessLog)
     app.add_middleware(RequestIdMiddleware, root_path=config.http.root_path.rstrip("/"))
     openapi.serve_document(app, config.http.root_path.rstrip("/"))
+    if config.http.middleware:  # one that cannot be constructed fails the start, not requests
+        app.middleware_stack = app.build_middleware_stack()
     return app
 
 

@@ -42,6 +42,11 @@ class Simulated(EngineCore):
         self._executor.shutdown()
 
 
+class Partial:
+    def __init__(self, config, **_):
+        pass
+
+
 PLAYS = msgspec.structs.replace(
     qwen.QWEN_3_MOE, architectures=("PlaysForCausalLM",), reads_as="Qwen3MoeForCausalLM"
 )
@@ -84,6 +89,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "more_plugins.py").write_text(MORE)
     offer(site, "swell.model_families", PlaysForCausalLM="more_plugins:PLAYS")
     offer(site, "swell.engine_backends", simulating="more_plugins:Simulated")
+    offer(site, "swell.engine_backends", partial="more_plugins:Partial")
     offer(site, "swell.routing_policies", failing="more_plugins:fails")
     offer(site, "swell.admission_policies", unsure="more_plugins:fails")
     return site
@@ -143,8 +149,10 @@ def test_plugin_engine_serves(site: Path) -> None:
          "--admission-policy unsure: .*RuntimeError: it has"),
         (("--engine-backend", "simulating", "--quantization", "int8"),
          "--engine-backend simulating: .*--quantization: engines of tests have none"),
+        (("--engine-backend", "partial"),
+         "--engine-backend partial: .*it has no handle, .*shutdown, stats, step"),
     ],
-    ids=["routing", "admission", "backend"],
+    ids=["routing", "admission", "backend", "partial backend"],
 )  # fmt: skip
 def test_a_plugin_that_fails_ends_the_start_with_its_name_and_the_reason(
     site: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], told: str

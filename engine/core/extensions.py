@@ -7,7 +7,7 @@ are JSON, converted according to the function's annotations, and the result is r
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import msgspec
 
@@ -39,8 +39,7 @@ class Extensions:
         """
         self._worker = worker
         self._functions: dict[str, Callable[..., Any]] = {
-            name: load_plugin(GROUP, name, "--worker-extensions", lambda found: found)
-            for name in names
+            name: load_plugin(GROUP, name, "--worker-extensions", _checked) for name in names
         }
 
     def call(self, name: str, args: str, kwargs: str) -> str:
@@ -68,3 +67,12 @@ class Extensions:
         if len(result) > MAX_RESULT:
             raise CannotDo(f"{name} returned {len(result)} bytes, more than {MAX_RESULT}")
         return result.decode()
+
+
+def _checked(found: Any) -> Callable[..., Any]:
+    """Return a function whose parameters and annotations can be read."""
+    if not callable(found):
+        raise TypeError(f"expected a function, got {type(found).__name__}")
+    inspect.signature(found)
+    get_type_hints(found)
+    return cast("Callable[..., Any]", found)

@@ -57,6 +57,12 @@ class HostedEngine(Protocol):
         """
 
 
+def missing_members(backend: object) -> list[str]:
+    """Return the names of what an object lacks of a `Backend`."""
+    wanted = {name for kind in (HostedEngine, Backend) for name in vars(kind)}
+    return sorted({name for name in wanted if not name.startswith("_")} - {*dir(backend)})
+
+
 class Backend(HostedEngine, Protocol):
     """An alternative engine implementation."""
 

@@ -18,6 +18,7 @@ from engine.scheduler.admission import (
     AdmissionPolicy,
     AdmitAll,
     Grant,
+    PolicyFailed,
     RankState,
 )
 from engine.scheduler.policies import build_admission_policy
@@ -178,8 +179,10 @@ class Steps:
             raise
         except Exception as error:
             logger.error("step failed: %s", self.scheduler.describe_in_flight(), exc_info=error)
-            name = type(error).__name__
-            raise StepFailed(f"engine {self.rank}: {name} in a step") from error
+            reason = f"{type(error).__name__} in a step"  # its text may quote a request
+            if isinstance(error, PolicyFailed):
+                reason = str(error)
+            raise StepFailed(f"engine {self.rank}: {reason}") from error
 
     def _grant(self, number: int, loads: Sequence[RankState] = ()) -> Grant:
         if isinstance(self._admission, AdmitAll):

@@ -29,7 +29,7 @@ from engine.core.events import (
     Stop,
     Welcomed,
 )
-from engine.core.hosted import Backend, HostedEngine
+from engine.core.hosted import Backend, HostedEngine, missing_members
 from engine.core.loop import EngineLoop
 from engine.core.sender import Sender
 from engine.core.shutdown import Shutdown
@@ -446,11 +446,17 @@ class EngineProcess:
                 weight_version=self._weight_version,
             )
 
+        def start_plugin(backend: Callable[..., B]) -> B:
+            core = start(backend)
+            if missing := missing_members(core):
+                raise TypeError(f"it has no {', '.join(missing)}")
+            return core
+
         self._lifeline.progress(f"importing {name}")
         core: Backend
         adapters: AdapterManager | None = None
         if name != "vllm":
-            core = load_plugin("swell.engine_backends", name, "--engine-backend", start)
+            core = load_plugin("swell.engine_backends", name, "--engine-backend", start_plugin)
         else:
             try:
                 from engine.vllm.core import VllmCore  # from the environment of --engine-python

@@ -64,6 +64,10 @@ class AdmissionPolicy(Protocol):
         """
 
 
+class PolicyFailed(RuntimeError):
+    """A plugin's policy failed; the message names it and the reason."""
+
+
 class AdmitAll:
     """The policy `none`: admit whatever fits."""
 

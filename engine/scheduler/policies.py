@@ -13,6 +13,7 @@ from engine.scheduler.admission import (
     AdmissionPolicy,
     AdmitAll,
     Grant,
+    PolicyFailed,
     RankState,
 )
 from engine.shared.config import SchedulerConfig
@@ -59,9 +60,25 @@ def build_admission_policy(config: SchedulerConfig, lockstep_size: int) -> Admis
             def built(policy: Callable[[SchedulerConfig, int], AdmissionPolicy]) -> AdmissionPolicy:
                 made = policy(config, lockstep_size)
                 Grant(*made.decide(0, [NO_LOAD] * (lockstep_size if made.exchanges else 1)))
-                return policy(config, lockstep_size)
+                return _PluginPolicy(name, policy(config, lockstep_size))
 
             return load_plugin("swell.admission_policies", name, "--admission-policy", built)
+
+
+class _PluginPolicy:
+    """A plugin's policy; its errors name it."""
+
+    def __init__(self, name: str, policy: AdmissionPolicy) -> None:
+        self._name, self._policy = name, policy
+        self.exchanges = policy.exchanges
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        """Return the plugin's grant."""
+        try:
+            return Grant(*self._policy.decide(step, table))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PolicyFailed(f"--admission-policy {self._name} failed: {reason}") from error
 
 
 class Balance:

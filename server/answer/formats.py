@@ -1,6 +1,8 @@
 """Formats of reasoning and tool calls in the served model's answers, chosen at startup."""
 
 import logging
+import re
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -44,12 +46,14 @@ def answer_formats(
     *,
     shows_tools: bool = False,
     preset: Preset = Preset(),
+    is_special: Callable[[str], bool] = lambda text: False,
 ) -> AnswerFormats:
     """Choose the formats according to the settings.
 
     Args:
         template: source of the model's chat template.
         shows_tools: whether the template renders tools.
+        is_special: returns whether a text is a special token of the tokenizer.
 
     Raises:
         BadFormats: settings contradict each other.
@@ -58,10 +62,17 @@ def answer_formats(
     name, why = _call_format(config, template, shows_tools=shows_tools, preset=preset)
     calls = None if name is None else CALL_FORMATS.get(name)
     if name is not None and calls is None:
-        calls = load_plugin(
-            "swell.tool_call_parsers", name, "--tool-call-parser", instance_of(CallFormat)
-        )
+        calls = load_plugin("swell.tool_call_parsers", name, "--tool-call-parser", _checked_format)
     logger.info("tool calls: %s (%s)", name or "none", why)
+    nameless = [] if calls is None else _nameless_tokens(calls, is_special)
+    if calls is not None and nameless:
+        logger.warning(
+            "--tool-call-parser %s: calls are enforced as a JSON array, because grammars cannot "
+            "name special tokens that are not of the form <NAME>: %s",
+            name,
+            ", ".join(nameless),
+        )
+        calls = msgspec.structs.replace(calls, syntax=None)
     describes_tools = why == FROM_PROMPTS
     reasoner, tags, why = _reasoning(config, template, calls, preset)
     logger.info("reasoning: %s (%s)", reasoner, why)
@@ -76,6 +87,36 @@ def answer_formats(
         exclude_unused_tools=config.exclude_tools_when_tool_choice_none,
         reasoning_field=config.reasoning_field,
     )
+
+
+def _checked_format(found: object) -> CallFormat:
+    format = instance_of(CallFormat)(found)
+    for new_parser in filter(None, (format.parser, format.in_reasoning)):
+        parser = new_parser([])
+        parser.push("text")
+        parser.finish()
+    return format
+
+
+def _checked_tags(found: object) -> ReasoningTags:
+    tags = instance_of(ReasoningTags)(found)
+    if not tags.start or not tags.end:
+        raise ValueError("two texts are needed, the start and the end")
+    return tags
+
+
+_TOKEN_NAME = re.compile(r"<(?!\[)[^<>\s]+>")
+"""Special tokens that llguidance's Lark syntax can name."""
+
+
+def _nameless_tokens(format: CallFormat, is_special: Callable[[str], bool]) -> list[str]:
+    """Return the special tokens of a format's syntax that no grammar can name."""
+    texts = "" if format.syntax is None else "\n".join(msgspec.structs.astuple(format.syntax))
+    return [
+        marker
+        for marker in format.markers
+        if marker in texts and is_special(marker) and not _TOKEN_NAME.fullmatch(marker)
+    ]
 
 
 PRESET = "from the presets, presets.toml"
@@ -119,9 +160,7 @@ def _reasoning(
     if configured != "auto":
         flag, found = "--reasoning-parser", REASONING_FORMATS.get(configured)
         if found is None and configured not in ("none", "openai_gptoss"):
-            found = load_plugin(
-                "swell.reasoning_parsers", configured, flag, instance_of(ReasoningTags)
-            )
+            found = load_plugin("swell.reasoning_parsers", configured, flag, _checked_tags)
         return configured, found, flag
     for name, known in REASONING_FORMATS.items():
         if known.end in (template or ""):

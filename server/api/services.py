@@ -151,6 +151,7 @@ def make_services(
         None if template is None else template.source,
         shows_tools=template is not None and template.shows_tools,
         preset=tokenizer.preset,
+        is_special=tokenizer.is_special_text,
     )
     trusts_templates = config.http.trust_request_chat_template
     images = _images(processor, tokenizer, config, metrics)

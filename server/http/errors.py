@@ -230,6 +230,7 @@ _NOT_SERVED = {
     "/v1/files": "Files",
     "/v1/uploads": "Uploads",
     "/v1/batches": "Batches (`swell run-batch` takes files of requests)",
+    "/v1/messages/batches": "Batches (`swell run-batch` takes files of requests)",
     "/v1/assistants": "The assistants API (use /v1/responses)",
     "/v1/threads": "The assistants API (use /v1/responses)",
     "/v1/vector_stores": "Vector stores",

@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,9 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if not any([header == _HEADER for header, _ in headers]):
-                    message["headers"] = [*headers, (_HEADER, name)]
+                    headers = message["headers"] = [*headers, (_HEADER, name)]
+                if scope["path"].startswith("/v1/messages"):
+                    message["headers"] = [*headers, (b"request-id", name)]  # Anthropic's name
             return send(message)
 
         return self._app(scope, receive, named)
@@ -130,16 +133,23 @@ def add_custom_middleware(app: FastAPI, paths: tuple[str, ...]) -> None:
         BadPlugin: an entry point cannot be loaded.
     """
     for path in reversed(paths):
-        if path.isidentifier():
+        if path and not {".", ":"} & {*path}:
             found = load_plugin("swell.middleware", path, "--middleware", lambda found: found)
         else:
             found = _imported(path)
         if inspect.isclass(found):
-            app.add_middleware(cast("Any", found))
+            app.add_middleware(cast("Any", partial(_construct, path, cast("Any", found))))
         elif inspect.iscoroutinefunction(found):
             app.middleware("http")(found)
         else:
             raise BadMiddleware(f"--middleware {path}: neither a class nor a coroutine function")
+
+
+def _construct(path: str, kind: Callable[[ASGIApp], Any], app: ASGIApp) -> Any:
+    try:
+        return kind(app)
+    except Exception as error:
+        raise BadMiddleware(f"--middleware {path}: {type(error).__name__}: {error}") from error
 
 
 def _imported(path: str) -> Any:

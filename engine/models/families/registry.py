@@ -1,7 +1,10 @@
 """Maps architectures to families."""
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from engine.models.families import (
     cohere,
@@ -25,7 +28,10 @@ from engine.models.families import (
 )
 from engine.models.families.family import Family
 from engine.models.spec import UnsupportedModel
-from engine.shared.plugins import instance_of, load_plugin, offered
+from engine.shared.plugins import BadPlugin, instance_of, load_plugin, offered
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _FAMILIES = (
     llama.FAMILY,
@@ -70,7 +76,34 @@ def family_of(architecture: str) -> Family:
         BadPlugin: the plugin cannot be used.
     """
     known = FAMILIES.get(architecture)
-    return known or load_plugin(_PLUGINS, architecture, "config.json:", instance_of(Family))
+    return known or load_plugin(
+        _PLUGINS, architecture, "config.json:", partial(_checked, architecture)
+    )
+
+
+def _checked(architecture: str, found: object) -> Family:
+    """Return a plugin's family, whose functions name it if they fail."""
+    family = instance_of(Family)(found)
+    if family.reads_as and family.reads_as not in FAMILIES:
+        raise ValueError(f"reads_as: {family.reads_as!r} is not a built-in architecture")
+
+    def named(part: str, function: Callable[[T], U]) -> Callable[[T], U]:
+        def call(argument: T) -> U:
+            try:
+                return function(argument)
+            except UnsupportedModel:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise BadPlugin(
+                    f"config.json: {architecture}: the plugin's `{part}` failed: {reason}"
+                ) from error
+
+        return call
+
+    return replace(
+        family, spec=named("spec", family.spec), weights=named("weights", family.weights)
+    )
 
 
 def architecture_of(config: dict[str, Any]) -> str:

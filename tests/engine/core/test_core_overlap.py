@@ -1,6 +1,7 @@
 """Steps that are planned while the previous one runs."""
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from engine.batch.batch import BatchPlan, BatchResult
 from engine.batch.executor import ExecutorInfo, PendingResult
 from engine.core.engine_core import EngineCore
 from engine.core.steps import StepFailed
+from engine.scheduler.admission import Grant, PolicyFailed, RankState
 from engine.shared.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.shared.messages import AbortRequests, AddRequest, SamplingParams
 from tests.engine.core.traffic import request, serve
@@ -131,6 +133,21 @@ def test_a_failed_step_is_described_and_raised(caplog: pytest.LogCaptureFixture)
     assert isinstance(failure.value.__cause__, RuntimeError)
     assert "step 2: 1 rows, 1 tokens" in caplog.text
     assert "17 (request-17): slot 0, start 6, count 1, 8 tokens, 2 blocks" in caplog.text
+
+
+class _Undecided:
+    exchanges = False
+
+    def decide(self, step: int, table: Sequence[RankState]) -> Grant:
+        raise PolicyFailed("--admission-policy mine failed: KeyError: 'x'")
+
+
+def test_a_step_that_fails_by_its_admission_policy_names_the_policy() -> None:
+    core, _ = engine(overlap=False)
+    core.steps._admission = _Undecided()
+    core.handle(request(17, 6, 9))
+    with pytest.raises(StepFailed, match="engine 0: --admission-policy mine failed: KeyError"):
+        core.step()
 
 
 def test_a_failed_step_is_described_with_the_one_launched_after_it(

@@ -9,6 +9,7 @@ import pytest
 from engine.batch.executor import CannotDo
 from engine.core import extensions
 from engine.core.extensions import GROUP, Extensions, Worker
+from engine.shared.plugins import BadPlugin
 from tests.support.plugins import offer
 
 WORKER: Any = Worker(3, 100, None)  # type: ignore[arg-type]
@@ -62,3 +63,20 @@ def test_unlisted_functions_and_mistyped_arguments_are_refused(
 def test_unknown_extension_is_refused_at_start() -> None:
     with pytest.raises(ValueError, match=r"--worker-extensions other.*there are endless, scaled"):
         Extensions(["other"], WORKER)
+
+
+NUMBER = 3
+
+
+def vague(worker: Worker, what: "NoSuchType") -> None:  # type: ignore[name-defined]  # noqa: F821
+    raise AssertionError
+
+
+def test_an_extension_that_no_call_could_reach_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    offer(tmp_path, GROUP, number=f"{__name__}:NUMBER", vague=f"{__name__}:vague")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, reason in (("number", "expected a function, got int"), ("vague", "NoSuchType")):
+        with pytest.raises(BadPlugin, match=f"--worker-extensions {name}: .*{reason}"):
+            Extensions([name], WORKER)

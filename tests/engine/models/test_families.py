@@ -9,14 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.families import llava
-from engine.models.families.registry import FAMILIES
+from engine.models.families.config_fields import llama_spec
+from engine.models.families.family import Config, Family
+from engine.models.families.registry import FAMILIES, family_of
+from engine.models.families.tensor_names import llama_weights
 from engine.models.formats.checkpoint import SafetensorsCheckpoint
 from engine.models.formats.files import CheckpointError
 from engine.models.hf_config import parse_spec, read_spec
 from engine.models.loading.decoder import AdapterCapacity
 from engine.models.parallel.tensors import TensorSharding
 from engine.models.spec import ModelSpec, RopeSpec, TemperatureSpec, UnsupportedModel
+from engine.shared.plugins import BadPlugin
 from tests.engine.fixtures import LoadDriver, MakePrompt, SaveModel
+from tests.support.plugins import offer
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -320,3 +325,28 @@ def test_adapters_of_latent_attention_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=r"--enable-lora: DeepseekV3ForCausalLM"):
         driver(checkpoint("deepseek3").directory, adapters=AdapterCapacity(1, 8))
+
+
+def _raises(config: Config) -> ModelSpec:
+    raise KeyError("rotations")
+
+
+BROKEN = Family(
+    architectures=("BrokenLM",),
+    spec=_raises,
+    weights=llama_weights,
+    reads_as="LlamaForCausalLM",
+)
+UNREAD = Family(architectures=("UnreadLM",), spec=llama_spec, weights=llama_weights, reads_as="Lm")
+
+
+def test_a_plugin_that_fails_on_a_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, unread = f"{__name__}:BROKEN", f"{__name__}:UNREAD"
+    offer(tmp_path, "swell.model_families", BrokenLM=broken, UnreadLM=unread)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BadPlugin, match=r"BrokenLM: .*spec.* failed: KeyError: 'rotations'"):
+        parse_spec({**BASE, "architectures": ["BrokenLM"]}, {})
+    with pytest.raises(BadPlugin, match=r"UnreadLM: .*reads_as: 'Lm'"):
+        family_of("UnreadLM")

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.admission import UNLIMITED, AdmissionPolicy, AdmitAll, Grant, RankState
+from engine.scheduler.admission import (
+    UNLIMITED,
+    AdmissionPolicy,
+    AdmitAll,
+    Grant,
+    PolicyFailed,
+    RankState,
+)
 from engine.scheduler.policies import Balance, Cadence, Level, build_admission_policy
 from engine.shared.config import ADMISSION_POLICIES, SchedulerConfig
 from engine.shared.plugins import BadPlugin
@@ -296,7 +303,9 @@ class Tidal:
         self.config, self.lockstep_size = config, lockstep_size
 
     def decide(self, step: int, table: Sequence[RankState]) -> Grant:
-        return Grant(token_cap=0) if step % 2 else UNLIMITED
+        if step > 9:
+            raise RuntimeError("the tide is out")
+        return Grant(token_cap=0 if step % 2 else self.config.max_num_seqs * self.lockstep_size)
 
 
 class Undecided(Tidal):
@@ -312,8 +321,10 @@ def test_policy_can_be_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     config = SchedulerConfig(admission_policy="tidal")
     policy = build_admission_policy(config, 4)
-    assert isinstance(policy, Tidal)
-    assert (policy.config, policy.lockstep_size) == (config, 4)
-    assert [policy.decide(step, [rank()]).token_cap for step in range(3)] == [-1, 0, -1]
+    assert not policy.exchanges
+    cap = 4 * config.max_num_seqs
+    assert [policy.decide(step, [rank()]).token_cap for step in range(3)] == [cap, 0, cap]
+    with pytest.raises(PolicyFailed, match=r"--admission-policy tidal .*the tide is out"):
+        policy.decide(10, [rank()])
     with pytest.raises(BadPlugin, match=r"--admission-policy undecided: .*TypeError"):
         build_admission_policy(SchedulerConfig(admission_policy="undecided"), 1)

@@ -3,13 +3,18 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
+from engine.shared.messages import LarkGrammar
 from engine.shared.plugins import BadPlugin
-from server.answer.call_formats import CALL_FORMATS, call_format
+from server.answer.call_formats import CALL_FORMATS, CallFormat, CallSyntax, call_format
 from server.answer.calls import CallStyle
 from server.answer.formats import BadFormats, answer_formats
+from server.answer.parts import AnswerParser
 from server.answer.reasoning import REASONING_FORMATS, ReasoningTags
+from server.answer.tool_choice import tool_use
 from server.config.answer import AnswerConfig
+from server.schema.tools import Tool
 from server.text.sampling_defaults import preset_of, presets
 from tests.support.plugins import offer
 
@@ -116,3 +121,49 @@ def test_formats_can_be_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (formats.call_parser, formats.reasoning_parser) == ("braces", "musing")
     with pytest.raises(BadPlugin, match="--reasoning-parser braces"):
         answer_formats(AnswerConfig(reasoning_parser="braces"), "")
+
+
+BRACKETS = call_format(
+    CallStyle(starts=("[CALL]",), ends=("[/CALL]",)),
+    CallSyntax('[CALL]{"name": {name}, "arguments": ', "}[/CALL]", "\n"),
+)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_special_tokens_that_no_grammar_can_name_do_not_break_forced_calls(
+    special: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(tmp_path, "swell.tool_call_parsers", brackets=f"{__name__}:BRACKETS")
+    monkeypatch.syspath_prepend(tmp_path)
+    formats = answer_formats(
+        AnswerConfig(tool_call_parser="brackets"),
+        "",
+        is_special=lambda text: special and text == "[CALL]",
+    )
+    assert ("[CALL]" in caplog.text) is special
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f"}})
+    use = tool_use([tool], "required", formats, parallel=True)
+    grammar = use.grammar(None, lambda text: special and text == "[CALL]")
+    assert isinstance(grammar, LarkGrammar)
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text))
+
+
+def _fails(_: object) -> AnswerParser:
+    raise RuntimeError("it has its reasons")
+
+
+FAILING = CallFormat(parser=_fails, syntax=None)
+ENDLESS = ReasoningTags("<muse>", "")
+
+
+def test_plugins_that_would_fail_in_every_request_are_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path / "1", "swell.tool_call_parsers", failing=f"{__name__}:FAILING")
+    offer(tmp_path / "2", "swell.reasoning_parsers", endless=f"{__name__}:ENDLESS")
+    monkeypatch.syspath_prepend(tmp_path / "1")
+    monkeypatch.syspath_prepend(tmp_path / "2")
+    with pytest.raises(BadPlugin, match=r"--tool-call-parser failing: .*its reasons"):
+        answer_formats(AnswerConfig(tool_call_parser="failing"), "")
+    with pytest.raises(BadPlugin, match=r"--reasoning-parser endless: .*two texts"):
+        answer_formats(AnswerConfig(reasoning_parser="endless"), "")

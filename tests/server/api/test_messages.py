@@ -290,3 +290,10 @@ def test_conversation_with_only_hosted_blocks_is_refused(http: Any, path: str) -
     answer = http.post(path, {"model": "tiny", "messages": [turn], **limit})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("messages: ")
+
+
+def test_clients_of_messages_find_the_request_id_under_their_name_of_the_header(http: Any) -> None:
+    body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    for sent in (body, {**body, "stream": True}, {**body, "max_tokens": 0}):
+        headers = http.post("/v1/messages", sent).headers
+        assert headers["request-id"] == headers["x-request-id"]

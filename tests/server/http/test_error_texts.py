@@ -81,3 +81,9 @@ def test_error_of_invalid_value_states_allowed_values(
     answer = http.post("/v1/chat/completions", {"model": "tiny", **HI, **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == message
+
+
+def test_batches_of_messages_are_named_like_other_apis(http: Any) -> None:
+    error = http.get("/v1/messages/batches").json()["error"]
+    assert error["type"] == "not_found_error"
+    assert "not served here" in error["message"]

@@ -30,6 +30,11 @@ class Refuses:
         await self._app(scope, receive, send)
 
 
+class Fails(Refuses):
+    def __init__(self, app: Any) -> None:
+        raise RuntimeError("no reason")
+
+
 async def signs(request: Any, call_next: Any) -> Any:
     answer = await call_next(request)
     answer.headers["x-signed"] = request.url.path
@@ -40,6 +45,7 @@ async def signs(request: Any, call_next: Any) -> Any:
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
     made = types.ModuleType("operators_own")
     made.Refuses, made.signs, made.number = Refuses, signs, 1  # type: ignore[attr-defined]
+    made.Fails = Fails  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "operators_own", made)
     return "operators_own"
 
@@ -75,11 +81,19 @@ def test_invalid_middleware_is_named_at_start(http_of: Any, module: str, path: s
 def test_middleware_can_come_from_a_package(
     http_of: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer(tmp_path, "swell.middleware", signer=f"{module}:signs", other=f"{module}:missing")
+    offer(
+        tmp_path, "swell.middleware", signer=f"{module}:signs", other=f"{module}:missing",
+        own_signer=f"{module}:signs", fails=f"{module}:Fails",
+    )  # fmt: skip
     monkeypatch.syspath_prepend(tmp_path)
-    http = http_of(settings("signer"))
-    assert http.get("/health").headers["x-signed"] == "/health"
-    with pytest.raises(BadPlugin, match=r"--middleware nothing: .* there are other, signer"):
+    for name in ("signer", "own-signer"):
+        http = http_of(settings(name))
+        assert http.get("/health").headers["x-signed"] == "/health"
+    with pytest.raises(BadMiddleware, match=r"--middleware fails: RuntimeError: no reason"):
+        http_of(settings("fails"))
+    with pytest.raises(
+        BadPlugin, match=r"--middleware nothing: .* are fails, other, own-signer, sign"
+    ):
         http_of(settings("nothing"))
     with pytest.raises(BadPlugin, match=r"--middleware other: .*AttributeError"):
         http_of(settings("other"))
