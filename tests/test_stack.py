@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from benchmarks.running_stack import RunningStack
 from tests.support.commands import SWELL, run_swell
@@ -372,6 +373,18 @@ def test_every_wake_of_idle_engines_is_counted(stack: RunningStack) -> None:
         until(lambda: idle() and metric(stack.url, "wave")[""] >= wave + number, "it is seen")  # noqa: B023
     until(lambda: everywhere(lambda: counts() == (wakeups + 6, wave + 6)), "all are counted once")
     assert "swell_wave{" in fetch(f"{stack.url}/metrics/engine/0").text
+
+
+def test_metrics_are_open_metrics_if_accepted(stack: RunningStack) -> None:
+    complete(stack.url, "Once", 2)
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    for path in ("/metrics", "/metrics/engine/0"):
+        answer = fetch(stack.url + path, accept=accept)
+        assert answer.headers["content-type"].startswith("application/openmetrics-text;")
+        families = {each.name for each in text_string_to_metric_families(answer.text)}  # type: ignore[no-untyped-call]
+        plain = fetch(stack.url + path)
+        assert plain.headers["content-type"].startswith("text/plain;")
+        assert len(families) == plain.text.count("# TYPE ") > 10
 
 
 def test_every_process_of_cluster_reports_build_and_resource_usage(stack: RunningStack) -> None:

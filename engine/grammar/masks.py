@@ -1,5 +1,6 @@
 """Token masks of a batch."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -114,8 +115,9 @@ class GrammarTable:
         self._stalled: set[int] = set()
         """Slots whose newest token does not count: neither do those of steps in flight, until a
         sequence takes the slot again."""
+        self._lock = threading.Lock()
         self._late_masks: list[_LateMask] = []
-        """Late masks of sequences without a slot, oldest first."""
+        """Late masks of sequences without a slot, oldest first; guarded by the lock."""
         self._resumed: dict[int, _LateMask] = {}
         """Late masks of sequences that have a slot again."""
         self.mask_us: dict[int, int] = {}
@@ -125,7 +127,7 @@ class GrammarTable:
 
     def request(self, spec: GrammarSpec, tenant: int = 0) -> CompiledGrammar:
         """Return the grammar, compiled or not; it is kept while the result is referenced."""
-        self._drop_late_masks()  # frees memory that this one may need
+        self._keep_late_masks()  # frees memory that this one may need
         return self._compiler.request(spec, tenant)
 
     def assign(self, slot: int, grammar: CompiledGrammar) -> None:
@@ -141,12 +143,14 @@ class GrammarTable:
             return
         if grammar is None:  # it was not compiled before the step
             grammar = self._compiler.compiled(sampling.grammar)
-        for late in self._late_masks:
-            if late.follower.is_at(grammar, start):
+        with self._lock:
+            late = next((e for e in self._late_masks if e.follower.is_at(grammar, start)), None)
+            if late is not None:
                 self._late_masks = [each for each in self._late_masks if each is not late]
-                self._resumed[start.slot] = late
-                self._followers[start.slot] = late.follower
-                return
+        if late is not None:
+            self._resumed[start.slot] = late
+            self._followers[start.slot] = late.follower
+            return
         follower = GrammarFollower(grammar, self._compiler, sampling)
         if grammar.state.lock.locked():
             self._late.add(start.slot)
@@ -197,7 +201,8 @@ class GrammarTable:
         self._threads.wait(batch, patience)
         self.waited_us = int((time.monotonic() - started_at) * 1e6)
         done, filled = [job.seconds for job in jobs], bits
-        if not batch.done.is_set():  # late masks stay in the original, and may still be written
+        if None in done or not batch.done.is_set():
+            # Late masks stay in the original, to which threads may still write.
             bits = bits.copy()
         for each, job, seconds, row, offset in zip(masked, jobs, done, rows, offsets, strict=False):
             self._settle(each, job, seconds, filled[offset], bits[offset])
@@ -321,15 +326,17 @@ class GrammarTable:
         elif seconds is None:
             self._late.add(rows.slot)
             if job.has_started:
-                self._drop_late_masks()
-                self._late_masks.append(late or _LateMask(follower, job, filled, time.monotonic()))
+                self._keep_late_masks(late or _LateMask(follower, job, filled, time.monotonic()))
             seconds = max(follower.grammar.state.seconds, MUCH_NS * 1e-9)
         if seconds is not None and seconds >= MUCH_NS * 1e-9:
             self.mask_us[rows.slot] = int(seconds * 1e6)
 
-    def _drop_late_masks(self) -> None:
+    def _keep_late_masks(self, *newest: _LateMask) -> None:
+        """Add late masks, and drop all but the newest ones."""
         earliest = time.monotonic() - KEPT_SECONDS
-        self._late_masks = [late for late in self._late_masks[-MAX_KEPT:] if late.since >= earliest]
+        with self._lock:
+            kept = [late for late in self._late_masks[-MAX_KEPT:] if late.since >= earliest]
+            self._late_masks = [*kept, *newest]
 
     def _fill_rows(self, bits: npt.NDArray[np.int32], rows: "_Rows", offset: int) -> None:
         """Compute the masks of one slot."""

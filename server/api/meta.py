@@ -1,11 +1,12 @@
 """Models, health, version and metrics: information about the server."""
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 
 from engine.shared.messages import ControlQuery
 from engine.shared.version import PROTOCOL_VERSION, SWELL_VERSION
@@ -15,8 +16,10 @@ from server.api.services import Services, ServicesDep
 from server.config.display import without_secrets
 from server.control import SupervisorTimeout
 from server.errors import ApiError, model_not_found, unavailable
-from server.observe.metric_factory import text_of
+from server.observe.metric_factory import open_metrics, text_of
 from server.observe.metrics import CONTENT_TYPE
+
+Accept = Annotated[str, Header(include_in_schema=False)]
 
 
 class Model(msgspec.Struct):
@@ -164,18 +167,25 @@ async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
 
 
 @router.get("/metrics", responses=text_responses() | errors(401))
-async def metrics(services: ServicesDep) -> Response:
-    """Return the node's metrics in Prometheus text format."""
+async def metrics(services: ServicesDep, accept: Accept = "") -> Response:
+    """Return the node's metrics in Prometheus text format, or in OpenMetrics if accepted."""
     text, waiting = await asyncio.gather(services.scrape.result(), waiting_engines(services))
-    return Response(text + waiting, media_type=CONTENT_TYPE)
+    return _exposition(text + waiting, accept)
 
 
 @router.get("/metrics/engine/{rank}", responses=text_responses() | errors(400, 401, 404))
-async def engine_metrics(rank: int, services: ServicesDep) -> Response:
-    """Return the metrics of a single engine."""
+async def engine_metrics(rank: int, services: ServicesDep, accept: Accept = "") -> Response:
+    """Return the metrics of a single engine, in the format of `/metrics`."""
     text = services.metrics.render_engine(services.client, rank)
     if text is None:
         raise ApiError(404, f"There is no engine {rank}.", param="rank", code="not_found")
+    return _exposition(text, accept)
+
+
+def _exposition(text: bytes, accept: str) -> Response:
+    _, content_type = choose_encoder(accept)
+    if content_type.startswith("application/openmetrics-text"):
+        return Response(open_metrics(text), headers={"content-type": content_type})
     return Response(text, media_type=CONTENT_TYPE)
 
 

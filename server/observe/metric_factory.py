@@ -1,5 +1,6 @@
 """Creates and formats Prometheus metrics whose first label is the served model's name."""
 
+import re
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -12,6 +13,9 @@ COUNT_BUCKETS = (
 )  # fmt: skip
 
 M = TypeVar("M", Counter, Histogram)
+
+_CREATED = re.compile(rb"^(?:# (?:HELP|TYPE) )?[\w:]+_created[ {].*\n", re.MULTILINE)
+_HEAD = re.compile(rb"^# HELP (\S+) (.*)\n# TYPE \S+ (\w+)$", re.MULTILINE)
 
 
 class Labelled(Generic[M]):
@@ -85,3 +89,19 @@ def text_of(families: Iterable[Metric]) -> bytes:
             number = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
             lines.append(f"{sample.name}{{{','.join(labels)}}} {number}\n")
     return "".join(lines).encode()
+
+
+def open_metrics(text: bytes) -> bytes:
+    """Convert metrics from the Prometheus text format to OpenMetrics, without creation times.
+
+    In the latter, counters are declared without `_total`, and quotes in help texts are escaped.
+    """
+
+    def declared(head: re.Match[bytes]) -> bytes:
+        name, help_text, kind = head.groups()
+        if kind == b"counter":
+            name = name.removesuffix(b"_total")
+        help_text = help_text.replace(b'"', rb"\"")
+        return b"# HELP %s %s\n# TYPE %s %s" % (name, help_text, name, kind)
+
+    return _HEAD.sub(declared, _CREATED.sub(b"", text)) + b"# EOF\n"

@@ -40,11 +40,12 @@ def fetch(
     *,
     key: str | None = ADMIN_KEY,
     rank: int | None = None,
+    accept: str = "*/*",
     timeout: float = PATIENCE,
 ) -> Answer:
     """Send a GET, or a POST with a JSON body, to one engine if a rank is given."""
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Accept": accept}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if rank is not None:
