@@ -389,13 +389,15 @@ def _check_certificates(config: GuardConfig, certificate: str) -> None:
     # OpenSSL's errors name no file.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, config.ssl_keyfile)
+        # With a password an encrypted key is an error, instead of a question on the terminal.
+        context.load_cert_chain(certificate, config.ssl_keyfile, password="")
     except OSError as error:
         files = f"--ssl-certfile {certificate}"
         if config.ssl_keyfile is not None:
             files += f" and --ssl-keyfile {config.ssl_keyfile}"
         raise BadGuards(
-            f"{files} cannot be used, a certificate and its key in PEM are needed: {error}"
+            f"{files} cannot be used, a certificate and its key in PEM, without a password, "
+            f"are needed: {error}"
         ) from error
     if config.ssl_ca_certs is not None:
         try:

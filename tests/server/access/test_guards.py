@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,10 @@ class TestConfiguration:
         key = tmp_path / "key.pem"
         make_certificate(certificate, key)
         certificate.write_text(certificate.read_text() + key.read_text())
+        locked = ["-aes128", "-passout", "pass:secret", "-out", str(key)]
+        subprocess.run(["openssl", "ec", "-in", str(certificate), *locked], check=True)
+        with pytest.raises(BadGuards, match="without a password"):
+            tls_options(GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key)))
         key.write_text("nonsense")
         with pytest.raises(BadGuards, match=r"and --ssl-keyfile .*key.pem cannot be used"):
             tls_options(GuardConfig(ssl_certfile=str(certificate), ssl_keyfile=str(key)))
